@@ -1,6 +1,6 @@
-"""Trains the artifacts of `onnxtrain.artifacts` on a stock onnxruntime, with the interface of onnxruntime.training.api.
+"""Train the artifacts of `onnxtrain.artifacts` on a stock onnxruntime, with the interface of onnxruntime.training.api.
 
-It needs onnxruntime and numpy, and never imports torch.
+Requires onnxruntime and numpy, and does not import torch.
 """
 
 from onnxtrain.device.checkpoint_state import CheckpointState, Parameter, Parameters, Properties

@@ -1,4 +1,4 @@
-"""What trains a model on a device: `generate_artifacts`, and for quantized models the way there and back.
+"""Generate the files to train a model on a device, and convert quantized models to trainable ones and back.
 
 See docs/how-to/on-device-training.md.
 """

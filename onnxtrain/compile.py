@@ -1,10 +1,10 @@
-"""The pipeline, top to bottom. Every stage takes a value and gives a value.
+"""The compilation pipeline. Each stage takes a value and returns a value.
 
 nn.Module ─capture─▶ forward graph ─optimize─▶ forward graph ─differentiate─▶ joint graph ─optimize─▶ joint graph
           ─plan─▶ joint graph and what backward recomputes ─lower─▶ forward program, backward programs
 
-`engine` captures (`capture.export`) and calls this: for ORTModule, prepare and the backend of torch.compile. The
-artifacts for devices take the same stages up to the second `optimize` (`device.training_graph`).
+`frontend.engine` captures the module (`capture.export`) and calls `compile_module`, for ORTModule, prepare and the
+backend of torch.compile. Artifacts for devices use the stages up to the second `optimize` (`device.training_graph`).
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from onnxtrain.stages import Mode, Stages
 def compile_module(
     module: torch.nn.Module, captured: Captured, inputs: Sequence[torch.Tensor], options: Options, rerun: Rerun
 ) -> Compiled:
-    """Compiles a captured module.
+    """Compile a captured module.
 
     Args:
-        module: the user's module, in the state (training, autocast, grad mode) in which it is to run.
+        module: the user's module, in the state (training, autocast, grad mode) in which it will run.
         captured: its capture (`capture.export.capture`).
-        inputs: the tensors of the capture's inputs.
+        inputs: a tensor for each input of the capture.
         options: see `onnxtrain.options`.
-        rerun: runs the module in PyTorch on such tensors (create_graph).
+        rerun: runs the module in PyTorch on such tensors, for create_graph.
 
     Raises:
-        ORTModuleFallbackException: the module cannot be differentiated, or a bug of onnxtrain shows up.
+        ORTModuleFallbackException: the module cannot be differentiated, or onnxtrain has a bug.
         GraphError: a user's graph optimizer left a malformed graph.
     """
     name, device = type(module).__name__, one_device(inputs)
@@ -74,7 +74,7 @@ def compile_module(
         changes = optimize(model, first)
         packed = plan_packed_variants(model, captured, options, device)
         changes.add(optimize(model, then))
-        stages.record("optimize", model, changes, sum(done.took_ms for done in changes.passes))
+        stages.record("optimize", model, changes, sum(report.took_ms for report in changes.passes))
 
         mutated = [mutation.target for mutation in captured.mutations]
         builder = UnitBuilder(
@@ -99,7 +99,7 @@ def compile_module(
 
 
 def _gradients(builder: UnitBuilder, stages: Stages) -> Joint:
-    """Differentiates, and optimizes the joint graph."""
+    """Differentiate the forward graph, and optimize the joint graph."""
     differentiation = builder.differentiation
     joint = stages.record_joint("differentiate", differentiation.joint())
     changes = optimize(joint.model, differentiation.passes)
@@ -112,7 +112,7 @@ def _plan(joint: Joint, builder: UnitBuilder, inputs: Sequence[torch.Tensor]) ->
 
 
 def _lower(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
-    """One unit, or one for each choice that the sizes of calls lead to."""
+    """Build one unit, or one for each recompute choice that depends on the sizes of a call."""
 
     def unit_for(choice: RecomputeChoice) -> Unit:
         joint = plan.planned(choice)
@@ -120,19 +120,19 @@ def _lower(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[torch.Tensor
         stages.done("plan", joint.model, plan.sentences(choice), plan.subgraphs, builder.not_recorded(unit))
         return unit
 
-    captured, known = builder.captured, bind_symbols(plan.joint.model.graph.inputs, inputs)
+    captured, sizes = builder.captured, bind_symbols(plan.joint.model.graph.inputs, inputs)
     if not plan.by_size:
-        unit = unit_for(plan.choose(known))
-        return Compiled(captured, unit, stages.report(), runner(captured, unit), known, layout=builder.layout)
+        unit = unit_for(plan.choose(sizes))
+        return Compiled(captured, unit, stages.report(), runner(captured, unit), sizes, layout=builder.layout)
     units = SizedUnits(
         plan.joint.model.graph.inputs[: len(inputs)], plan.choose, unit_for
     )  # cotangents come after them
     unit, run = units.unit(inputs), runner_by_sizes(captured, units)
-    return Compiled(captured, unit, stages.report(), run, known, units, builder.layout)
+    return Compiled(captured, unit, stages.report(), run, sizes, units, builder.layout)
 
 
 def _lower_inference(builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
     captured, model, unit = builder.captured, builder.differentiation.forward, builder.inference_unit()
     stages.done("plan", model, refused=builder.not_recorded(unit))
-    known = bind_symbols(model.graph.inputs, inputs)
-    return Compiled(captured, unit, stages.report(), runner(captured, unit), known, layout=builder.layout)
+    sizes = bind_symbols(model.graph.inputs, inputs)
+    return Compiled(captured, unit, stages.report(), runner(captured, unit), sizes, layout=builder.layout)

@@ -1,11 +1,11 @@
-"""Writes a graph as a file that other people's tools open: valid ONNX, training ops as model-local functions.
+"""Write a graph as a file that other tools can open: valid ONNX, with training ops as model-local functions.
 
     write(model, "bert_optimized_training.onnx")
 
-Names are kept: weights have those of the module, values those of PyTorch's own graph; each node carries the module and
-the user's line it comes from. An op whose function has several cases (ranks, types, attributes) has a name for each:
-GeluGrad, GeluGrad_case2. Of overloads with one name, onnxruntime up to 1.24.1 calls the first for all, without a word.
-The file appears whole or not at all.
+Weights keep their names in the module, values those of PyTorch's exported graph. The doc_string of a node gives its
+module and source location. If an op's function depends on ranks, dtypes or attributes, each case has a name of its own:
+GeluGrad, GeluGrad_case2. Overloads of one name would not do: up to 1.24.1, onnxruntime silently calls the first of them
+for all. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -29,56 +29,56 @@ from onnxtrain.ops.bodies import IR_VERSION, close, import_opsets
 from onnxtrain.ops.local_functions import as_functions
 
 PRODUCER = "onnxtrain"
-LARGEST_BYTES = 2**31 - 2**24  # a protobuf message ends at 2 GiB; the rest is for nodes and names
+LARGEST_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB; 16 MiB are for nodes and names
 
 
 def write(
     model: ir.Model, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], opset: int | None = None
 ) -> None:
-    """Writes `model` to a file; beside it `<path>.data` with the tensors, where they are too large for one file.
+    """Write `model` to a file, and its tensors to `<path>.data` if they are too large for one file.
 
     Args:
-        model: it stays as it is.
-        paths: the file, or several that shall hold the same; their folders are made where they are missing.
-        opset: the opset of ai.onnx in the file; None keeps the model's. Where the model has no form in it, the file has
-            the nearest later one in which it has, and a warning is logged.
+        model: not modified.
+        paths: the file, or several files with the same content. Missing folders are created.
+        opset: the opset of ai.onnx in the file; None keeps the model's. If the model cannot be converted to it, the
+            file has the nearest later opset that can express the model, and a warning is logged.
 
     Raises:
         OptionError: the opset does not exist.
-        GraphError: onnx.checker does not accept the result.
+        GraphError: onnx.checker rejects the result.
     """
-    written = _nearest_form(model, opset)
+    converted = _in_nearest_opset(model, opset)
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        place(written, path)
+        write_file_model(converted, path)
 
 
-def _nearest_form(model: ir.Model, opset: int | None) -> ir.Model:
-    present = model.graph.opset_imports[ONNX]
-    if opset is None or not 1 <= opset < present:
+def _in_nearest_opset(model: ir.Model, opset: int | None) -> ir.Model:
+    current = model.graph.opset_imports[ONNX]
+    if opset is None or not 1 <= opset < current:
         return file_model(model, opset)
-    refusal = ""
-    for later in range(opset, present):
+    reason = ""
+    for later in range(opset, current):
         try:
-            written = file_model(model, later)
+            converted = file_model(model, later)
         except OptionError as error:
-            refusal = refusal or str(error)
+            reason = reason or str(error)
             continue
         if later > opset:
-            _warn_of_opset(opset, later, refusal)
-        return written
-    _warn_of_opset(opset, present, refusal)
+            _warn_of_opset(opset, later, reason)
+        return converted
+    _warn_of_opset(opset, current, reason)
     return file_model(model)
 
 
-def _warn_of_opset(wanted: int, given: int, refusal: str) -> None:
-    warn_once(f"Files are written in opset {given}, not {wanted}, in which the graph has no form: {refusal}")
+def _warn_of_opset(requested: int, used: int, reason: str) -> None:
+    warn_once(f"Writing files in opset {used} instead of {requested}, which cannot express the graph: {reason}")
 
 
-def place(model: ir.Model, path: str | os.PathLike[str]) -> None:
-    """Writes a model that has the form of a file already; see `write`."""
+def write_file_model(model: ir.Model, path: str | os.PathLike[str]) -> None:
+    """Write a model that `file_model` returned; see `write`."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target: only within one file system is a move atomic.
+    # In the target's folder: a rename is atomic only within one file system.
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _save(model, folder / target.name)
@@ -91,7 +91,7 @@ def place(model: ir.Model, path: str | os.PathLike[str]) -> None:
 
 
 def file_model(model: ir.Model, opset: int | None = None) -> ir.Model:
-    """The model as it stands in a file: functions beside it, each output a value of its own, documented nodes."""
+    """The model in the form of a file: with functions, distinct outputs and the source location of each node."""
     result = _without_overloads(as_functions(model))
     result.ir_version = max(IR_VERSION, result.ir_version)
     result.producer_name = PRODUCER
@@ -111,7 +111,7 @@ def file_model(model: ir.Model, opset: int | None = None) -> ir.Model:
 
 
 def _without_overloads(model: ir.Model) -> ir.Model:
-    """The same model, in which no two functions have one name."""
+    """The same model, with a distinct name for each function."""
     for node in model.graph.all_nodes():
         if node.overload:
             node.op_type, node.overload = _case_name(node.op_type, node.overload), ""
@@ -125,13 +125,13 @@ def _case_name(name: str, overload: str) -> str:
     return f"{name}_case{int(overload) + 1}"
 
 
-def known_name(name: str) -> str:
-    """The name by which an op is known, from its name in a file, where each case of it has one of its own."""
+def without_case_suffix(name: str) -> str:
+    """The name of an op, from its name in a file."""
     return re.sub(r"_case\d+$", "", name)
 
 
 def _output_names(outputs: list[ir.Value]) -> list[str]:
-    """The outputs' own names; one that is an input or an output already gets a name of its own."""
+    """The outputs' names; a value that is also an input or an earlier output gets a new one."""
     names: list[str] = []
     for value in outputs:
         name = str(value.name)
@@ -146,14 +146,14 @@ def _save(model: ir.Model, path: Path) -> None:
     if bytes_needed > LARGEST_BYTES:
         ir.save(model, path, external_data=f"{path.name}.data")
         return
-    ir.external_data.load_to_model(model)  # tensors of an imported model lie in its own files
+    ir.external_data.load_to_model(model)  # tensors of an imported model may be in external files
     ir.save(model, path)
 
 
 def _check(model: ir.Model, path: Path) -> None:
-    # Shape inference stops at ops of other domains that are no functions.
-    whole = all(node.op_identifier() in model.functions for node in model.graph.all_nodes() if node.domain)
+    # Shape inference stops at ops of other domains without a function.
+    all_inferable = all(node.op_identifier() in model.functions for node in model.graph.all_nodes() if node.domain)
     try:
-        onnx.checker.check_model(str(path), full_check=whole)
+        onnx.checker.check_model(str(path), full_check=all_inferable)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise GraphError("the graph would be no valid ONNX file", where=path.name, got=str(error)) from error
+        raise GraphError("The graph is not valid ONNX.", where=path.name, got=str(error)) from error

@@ -1,11 +1,11 @@
-"""The stages of a compilation: each graph is verified, timed, and written to disk where that is asked for.
+"""Record the stages of a compilation: verify and time each graph, and write it to disk if the options ask for it.
 
     stages = Stages(options, "training", "Bert")
     model = stages.record("capture", capture(module))           graphs/bert_torch_exported_training.onnx
     model = stages.record("optimize", model, optimize(model))   graphs/bert_optimized_pre_grad_training.onnx
     stages.report()
 
-A file is written when its stage is done, so that it is there when a later stage fails.
+A file is written when its stage ends, so that it exists if a later stage fails.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport, Su
 
 Mode = Literal["training", "inference"]
 
-# The files of saved graphs, by the stage whose graph they hold, with ONNX Runtime Training's names. Without gradients
-# the graph that is optimized before them is the optimized graph as well.
+# The file names of saved graphs by stage; they are those of ONNX Runtime Training. In inference mode, the graph before
+# differentiation is also the optimized graph.
 _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "training": {
         "capture": ("torch_exported",),
@@ -45,12 +45,12 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Of each owner, the compilations that saved graphs under a path prefix.
+# For each owner, the number of compilations that saved graphs under a path prefix.
 _compilations: MutableMapping[object, Counter[tuple[Path, Mode]]] = WeakIdKeyDictionary()
 
 
 class Changes(Protocol):
-    """What a stage says that it did to the graph."""
+    """The changes that a stage made to the graph."""
 
     @property
     def applied(self) -> Sequence[str]:
@@ -58,34 +58,34 @@ class Changes(Protocol):
 
     @property
     def refused(self) -> Sequence[Refusal]:
-        """The changes that were not made, with reasons."""
+        """The changes that it refused, with reasons."""
 
     @property
     def passes(self) -> Sequence[PassReport]:
-        """What each pass took."""
+        """The report of each pass."""
 
 
 class HasModel(Protocol):
-    """A stage's value that is more than a graph."""
+    """A stage's result that holds a graph."""
 
     @property
     def model(self) -> ir.Model:
-        """The graph of it."""
+        """The graph."""
 
 
 J = TypeVar("J", bound=HasModel)
 
 
 class Stages:
-    """Records the stages of one compilation, from the moment it is made.
+    """Record the stages of one compilation. The clock starts when the object is created.
 
     Args:
-        options: whether to verify, and what to write where.
-        mode: "training" where gradients are computed, else "inference".
-        title: what is compiled, for messages.
-        work: counts what a graph takes; None: it is not counted.
-        owner: what is compiled. Its later compilations save graphs beside those of the first; another owner, such as
-            the module of the next run in a notebook, overwrites them.
+        options: give the files to write and their opset.
+        mode: "training" if gradients are computed, else "inference".
+        title: the name of the compiled module, for messages.
+        work: counts the FLOPs and bytes of a graph; None: they are not counted.
+        owner: the compiled module. Its later compilations save graphs next to those of the first; another owner, such
+            as the module of the next run in a notebook, overwrites them.
     """
 
     def __init__(
@@ -104,35 +104,35 @@ class Stages:
         self._stages: list[StageReport] = []
         self._path_prefix: Path | None = None
         self._owner = self if owner is None else owner
-        self._right: set[Hashable] = set()  # the kinds of nodes that were verified
+        self._verified: set[Hashable] = set()  # the kinds of nodes that were verified
         self._clock = time.perf_counter()
 
     def record(
         self, name: str, model: ir.Model, changes: Changes | None = None, took_ms: float | None = None
     ) -> ir.Model:
-        """Ends a stage that gives `model`: the time since the last one ended is its own, or `took_ms`. Returns `model`.
+        """End a stage with the graph `model`; return it. Its time is `took_ms`, or the time since the previous stage.
 
         Raises:
-            GraphError: the graph is not well formed, or cannot be written as a valid file.
-            OptionError: there is no opset of the number that written files are to have.
+            GraphError: the graph is malformed, or cannot be written as a valid file.
+            OptionError: the opset of written files does not exist.
         """
         if took_ms is None:
             took_ms = (time.perf_counter() - self._clock) * 1e3
         nodes = sum(1 for _ in model.graph.all_nodes())
-        done = StageReport(name, took_ms, nodes, work=self._work(model) if self._work else None)
+        stage = StageReport(name, took_ms, nodes, work=self._work(model) if self._work else None)
         if changes is not None:
-            done = replace(
-                done, applied=tuple(changes.applied), refused=tuple(changes.refused), passes=tuple(changes.passes)
+            stage = replace(
+                stage, applied=tuple(changes.applied), refused=tuple(changes.refused), passes=tuple(changes.passes)
             )
-        self._stages.append(done)
-        LOG.debug("%s: %s took %.1f ms and gave %d nodes", self._title, name, took_ms, nodes)
-        verify(model, lookup, self._right)
+        self._stages.append(stage)
+        LOG.debug("%s: %s took %.1f ms, %d nodes", self._title, name, took_ms, nodes)
+        verify(model, lookup, self._verified)
         self._write(name, model)
-        self._clock = time.perf_counter()  # what verifying and writing took is no stage's time
+        self._clock = time.perf_counter()  # the time to verify and write belongs to no stage
         return model
 
     def record_joint(self, name: str, joint: J, changes: Changes | None = None) -> J:
-        """The same for a value that holds its graph as `model`."""
+        """Do the same for a result that holds its graph as `model`."""
         self.record(name, joint.model, changes)
         return joint
 
@@ -144,27 +144,27 @@ class Stages:
         subgraphs: Sequence[SubgraphReport] = (),
         refused: Sequence[Refusal] = (),
     ) -> None:
-        """Ends a stage, with what it did, that is the last: `model` is verified again where it did something.
+        """End the last stage. `model` is verified again if the stage applied changes.
 
         Raises:
             GraphError: see `record`.
         """
         took_ms = (time.perf_counter() - self._clock) * 1e3
         if applied:
-            verify(model, lookup, self._right)
-        done = StageReport(name, took_ms, len(model.graph), tuple(applied), tuple(refused), subgraphs=tuple(subgraphs))
-        self._stages.append(done)
+            verify(model, lookup, self._verified)
+        stage = StageReport(name, took_ms, len(model.graph), tuple(applied), tuple(refused), subgraphs=tuple(subgraphs))
+        self._stages.append(stage)
         self._write(name, model)
         self._clock = time.perf_counter()
 
     def count_unoptimized(self, make: Callable[[], ir.Model]) -> None:
-        """Counts what a step would take that no pass has seen, where work is counted; `make` gives its graph."""
+        """Count the work of a step before any pass, if work is counted; `make` builds its graph."""
         if self._work is not None:
             self._before = self._work(make())
             self._clock = time.perf_counter()
 
     def report(self) -> CompileReport:
-        """All stages so far."""
+        """The report of all stages so far."""
         return CompileReport(tuple(self._stages), self._before)
 
     def _write(self, name: str, model: ir.Model) -> None:
@@ -172,21 +172,21 @@ class Stages:
         if self._options.save_graphs is None or names is None:
             return
         prefix = self._prefix(self._options.save_graphs)
-        paths = [prefix.with_name(f"{prefix.name}_{each}_{self._mode}.onnx") for each in names]
+        paths = [prefix.with_name(f"{prefix.name}_{file}_{self._mode}.onnx") for file in names]
         onnx_file.write(model, paths, self._options.onnx_opset)
         for path in paths:
             LOG.info("%s: wrote %s", self._title, path)
 
-    def _prefix(self, given: Path) -> Path:
-        """The path prefix for this compilation: `given` for the first of its owner, `given_2` for the second, ..."""
+    def _prefix(self, base: Path) -> Path:
+        """The path prefix of this compilation: `base` for its owner's first, `base_2` for the second, ..."""
         if self._path_prefix is None:
-            saved = (given.absolute(), self._mode)
+            key = (base.absolute(), self._mode)
             compilations = _compilations.setdefault(self._owner, Counter())
-            compilations[saved] += 1
-            self._path_prefix = numbered(given, compilations[saved])
+            compilations[key] += 1
+            self._path_prefix = numbered(base, compilations[key])
         return self._path_prefix
 
 
 def numbered(prefix: Path, number: int) -> Path:
-    """The path prefix of the first, second, ... that saves graphs under `prefix`."""
+    """The path prefix of the first, second, ... user of `prefix`."""
     return prefix if number == 1 else prefix.with_name(f"{prefix.name}_{number}")

@@ -1,7 +1,7 @@
-"""What the tests of ops and models call: the one tolerance, op cases, and comparison with eager PyTorch.
+"""Test ops and models against eager PyTorch: the tolerance, op cases, and ONNX oracles.
 
-The tolerance (`assert_no_worse_than_eager`) is the only one in the project: a result may be at most twice as far from
-the float64 result as eager PyTorch's own, plus rounding.
+The tolerance (`assert_no_worse_than_eager`) is the only one in the project: the error of a result against float64 may
+be at most twice that of eager PyTorch, plus rounding.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ CPU = torch.device("cpu")
 def assert_no_worse_than_eager(
     name: str, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, largest: float = 0.0
 ) -> None:
-    """Fails where `got` is further from `exact` (float64) than the one tolerance allows.
+    """Fail if the error of `got` against `exact` (float64) exceeds the tolerance.
 
     Args:
-        name: what is compared, for the message.
+        name: the tensor's name, for the message.
         got: the result in the dtype under test.
-        eager: eager PyTorch's, in the same dtype.
+        eager: eager PyTorch's result in the same dtype.
         exact: the result in float64.
-        largest: the model's largest |exact|; 1e-3 of it is rounding scale for tensors that are nearly zero.
+        largest: the model's largest |exact|. Rounding is relative to at least 1e-3 of it, for tensors near zero.
     """
     assert got.dtype == eager.dtype, f"{name}: dtype {got.dtype}, eager has {eager.dtype}"
     assert got.shape == eager.shape, f"{name}: shape {tuple(got.shape)}, eager has {tuple(eager.shape)}"
@@ -63,12 +63,12 @@ class Spec:
     """One input of an op case.
 
     Attributes:
-        dims: sizes, separated by spaces: letters are symbolic, numbers fixed, expressions (`2*h`) allowed. "" is 0-d.
+        dims: sizes, separated by spaces: letters are symbolic, integers static, expressions (`2*h`) allowed. "" is 0-d.
         dtype: "float" for the dtype under test, "int64", "bool", or a torch dtype.
         low, high: range of random elements.
-        make: (sizes, dtype, generator) -> tensor, where random elements will not do.
-        value: a constant of the graph.
-        grad: whether to differentiate with respect to it, where it is floating.
+        make: (shape, dtype, generator) -> tensor, if uniformly random elements are unsuitable.
+        value: makes the input a constant of the graph.
+        grad: whether to differentiate with respect to it, if it is floating-point.
     """
 
     dims: str = ""
@@ -80,32 +80,33 @@ class Spec:
     grad: bool = True
 
     def type(self, dtype: torch.dtype) -> TensorType:
-        words = self.dims.split()
-        return TensorType(ONNX_DTYPES[self.torch_dtype(dtype)], tuple(_size(w) for w in words))
+        """The graph type of the input, in the dtype under test."""
+        return TensorType(ONNX_DTYPES[self.torch_dtype(dtype)], tuple(map(_size, self.dims.split())))
 
     def torch_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the input, in the dtype under test."""
         if isinstance(self.dtype, torch.dtype):
             return self.dtype
         return {"float": dtype, "int64": torch.int64, "bool": torch.bool}[self.dtype]
 
-    def tensor(self, known: Mapping[str, int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-        shape = tuple(sizes.evaluate(_size(w), known) for w in self.dims.split())
-        wanted = self.torch_dtype(dtype)
+    def tensor(self, symbols: Mapping[str, int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+        """A random tensor for the input, at these sizes and in the dtype under test."""
+        shape = tuple(sizes.evaluate(_size(word), symbols) for word in self.dims.split())
+        own_dtype = self.torch_dtype(dtype)
         if self.make is not None:
-            return self.make(shape, wanted, generator)
-        if wanted == torch.bool:
+            return self.make(shape, own_dtype, generator)
+        if own_dtype == torch.bool:
             return torch.rand(shape, generator=generator) < 0.5
-        if not wanted.is_floating_point:
-            return torch.randint(int(self.low), max(int(self.high), int(self.low) + 1), shape, generator=generator).to(
-                wanted
-            )
-        # Drawn in float32, so that every dtype sees the same elements as far as it can hold them.
-        return (torch.rand(shape, generator=generator) * (self.high - self.low) + self.low).to(wanted)
+        if not own_dtype.is_floating_point:
+            low, high = int(self.low), max(int(self.high), int(self.low) + 1)
+            return torch.randint(low, high, shape, generator=generator).to(own_dtype)
+        # Sampled in float32, so that every dtype gets the same elements up to rounding.
+        return (torch.rand(shape, generator=generator) * (self.high - self.low) + self.low).to(own_dtype)
 
 
 @dataclass(frozen=True)
 class SizesOf:
-    """An int64 vector input that holds sizes, as Reshape and Expand take it."""
+    """An int64 vector of sizes, such as the input `shape` of Reshape and Expand."""
 
     dims: str
 
@@ -119,17 +120,17 @@ Input = Spec | SizesOf | None
 
 @dataclass(frozen=True)
 class OpCase:
-    """One use of an op, and what PyTorch computes for it.
+    """One use of an op, and its reference in PyTorch.
 
     Attributes:
-        reference: takes one tensor per input (None where absent; a SizesOf comes as a tuple of ints) and returns the
-            outputs to compare, None for one that is not compared.
+        reference: takes one tensor per input (None for an absent one, a tuple of ints for a SizesOf) and returns the
+            outputs to compare; None skips an output.
         sizes: values of the symbolic sizes to run at; the default mixes odd sizes, 1 and 0.
-        specials: also run with NaN, infinities, -0.0 and ties in the floating inputs.
-        differentiate: compare gradients too, where the op is differentiable.
-        bodies: compare the body too (False for random ops, whose body draws other numbers); a dtype where stock
-            onnxruntime and `onnx.reference` have kernels for that one only.
-        label: told apart in test names where an op has several cases.
+        specials: also run with NaN, infinities, -0.0 and ties in the floating-point inputs.
+        differentiate: compare gradients too, if the op is differentiable.
+        bodies: compare the body too (False for random ops, whose body samples other values); a dtype if stock
+            onnxruntime and `onnx.reference` have kernels for that dtype only.
+        label: distinguishes the cases of one op in test names.
     """
 
     domain: str
@@ -147,10 +148,12 @@ class OpCase:
         return f"{self.domain or 'onnx'}-{self.name}{'-' + self.label if self.label else ''}"
 
     def letters(self) -> tuple[str, ...]:
-        found = itertools.chain.from_iterable(sizes.symbols(_size(w)) for i in self.inputs if i for w in i.dims.split())
-        return tuple(dict.fromkeys(sorted(found)))
+        """The symbolic sizes of the inputs, sorted."""
+        words = (word for spec in self.inputs if spec for word in spec.dims.split())
+        return tuple(sorted(set(itertools.chain.from_iterable(sizes.symbols(_size(word)) for word in words))))
 
     def size_sets(self) -> Iterator[Mapping[str, int]]:
+        """Values for the symbolic sizes, one set for each run."""
         if self.sizes:
             yield from self.sizes
             return
@@ -166,7 +169,7 @@ class OpCase:
 
 
 def case_graph(case: OpCase, dtype: torch.dtype) -> ir.Model:
-    """The one-node graph of a case: inputs `x0`, `x1`, … and all the node's outputs."""
+    """The one-node graph of a case, with inputs `x0`, `x1`, … and all outputs of the node."""
     inputs: list[ir.Value] = []
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=case.name)
     op = builder(graph)
@@ -187,16 +190,16 @@ def case_graph(case: OpCase, dtype: torch.dtype) -> ir.Model:
     for index, value in enumerate(node.outputs):
         value.name = f"y{index}"
     graph.outputs.extend(node.outputs)
-    for position, inner in enumerate(graph):
-        inner.name = inner.name or f"node_{position}"
-        for place, value in enumerate(inner.outputs):
-            value.name = value.name or f"v{position}_{place}"
+    for position, each_node in enumerate(graph):
+        each_node.name = each_node.name or f"node_{position}"
+        for index, value in enumerate(each_node.outputs):
+            value.name = value.name or f"v{position}_{index}"
     return ir.Model(graph, ir_version=10)
 
 
 def _outputs(result: Any, count: int) -> list[torch.Tensor | None]:
-    found = list(result) if isinstance(result, (tuple, list)) else [result]
-    return found + [None] * (count - len(found))
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    return outputs + [None] * (count - len(outputs))
 
 
 @dataclass
@@ -209,17 +212,18 @@ class _Reference:
 
 
 class CaseCheck:
-    """Runs one case in one dtype: the graphs are built once and run at every set of sizes."""
+    """Run one case in one dtype. The graphs are built once and run at every set of sizes."""
 
     def __init__(self, case: OpCase, dtype: torch.dtype, kernels: KernelOf = expected_kernel) -> None:
-        """Builds the graphs; `kernels` chooses among the candidates of a node."""
+        """Build the graphs; `kernels` chooses among the candidates of a node."""
         self.case, self.dtype, self.kernels = case, dtype, kernels
         self.definition: OpDef = lookup(case.domain, case.name)
         self.model = case_graph(case, dtype)
         self.count = len(self.model.graph.outputs)
         self.forward = Program(single_part(self.model), f"{case}", CPU, kernels)
         self._references: dict[tuple[Any, ...], tuple[_Reference, _Reference] | None] = {}
-        self._joints: dict[tuple[bool, ...], Any] = {}
+        self._joints: dict[tuple[bool, ...], Any] = {}  # by which outputs have a cotangent, as the next two
+        self._programs: dict[tuple[bool, ...], tuple[Any, Program, Any]] = {}
         self._bodies: dict[tuple[bool, ...], tuple[Any, Oracle]] = {}
         self.specs = [s for s in case.inputs if isinstance(s, Spec) and s.value is None]
         self.wrt = [s.grad and s.torch_dtype(dtype).is_floating_point for s in self.specs]
@@ -227,34 +231,35 @@ class CaseCheck:
             case.differentiate and self.definition.gradient is not NOT_DIFFERENTIABLE and any(self.wrt)
         )
 
-    def tensors(self, known: Mapping[str, int], special: bool = False) -> list[torch.Tensor]:
+    def tensors(self, symbols: Mapping[str, int], special: bool = False) -> list[torch.Tensor]:
+        """Random inputs at these sizes; with `special` also NaN, infinities, -0.0 and ties."""
         generator = torch.Generator().manual_seed(17)
-        found = [s.tensor(known, self.dtype, generator) for s in self.specs]
+        tensors = [s.tensor(symbols, self.dtype, generator) for s in self.specs]
         if special:
-            found = [_with_specials(t) if s.make is None else t for s, t in zip(self.specs, found, strict=True)]
-        return found
+            tensors = [_with_specials(t) if s.make is None else t for s, t in zip(self.specs, tensors, strict=True)]
+        return tensors
 
-    def expected(self, known: Mapping[str, int], special: bool = False) -> tuple[_Reference, _Reference] | None:
-        """PyTorch's results in the dtype under test and in float64; None where PyTorch refuses the sizes."""
-        key = (*known.items(), special)
+    def expected(self, symbols: Mapping[str, int], special: bool = False) -> tuple[_Reference, _Reference] | None:
+        """PyTorch's results in the dtype under test and in float64; None if PyTorch rejects the sizes."""
+        key = (*symbols.items(), special)
         if key not in self._references:
-            tensors = self.tensors(known, special)
+            tensors = self.tensors(symbols, special)
             try:
-                eager = self.reference(tensors, known, self.dtype)
-                exact = eager if self.dtype == torch.float64 else self.reference(tensors, known, torch.float64)
+                eager = self.reference(tensors, symbols, self.dtype)
+                exact = eager if self.dtype == torch.float64 else self.reference(tensors, symbols, torch.float64)
                 self._references[key] = eager, exact
             except (RuntimeError, IndexError, ValueError):
                 self._references[key] = None
         return self._references[key]
 
-    def reference(self, tensors: Sequence[torch.Tensor], known: Mapping[str, int], dtype: torch.dtype) -> _Reference:
-        """PyTorch's own results with the inputs in `dtype`. Raises what PyTorch raises for sizes that it refuses."""
+    def reference(self, tensors: Sequence[torch.Tensor], symbols: Mapping[str, int], dtype: torch.dtype) -> _Reference:
+        """PyTorch's results with the inputs in `dtype`. Raises PyTorch's error if it rejects the sizes."""
         leaves = [
             t.detach().to(dtype if t.dtype == self.dtype else t.dtype).clone().requires_grad_(w and self.differentiable)
             for t, w in zip(tensors, self.wrt, strict=True)
         ]
         torch.manual_seed(3)
-        outputs = _outputs(self.case.reference(*self._arguments(leaves, known, dtype)), self.count)
+        outputs = _outputs(self.case.reference(*self._arguments(leaves, symbols, dtype)), self.count)
         generator = torch.Generator().manual_seed(23)
         cotangents = [
             torch.randn(o.shape, generator=generator).to(self.dtype).to(o.dtype)
@@ -263,36 +268,37 @@ class CaseCheck:
             for o in outputs
         ]
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o is not None and c is not None]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        differentiated = [leaf for leaf in leaves if leaf.requires_grad]
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
-        if pairs and wanted:
-            found = torch.autograd.grad([o for o, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
-            by_leaf = iter(found)
-            gradients = [next(by_leaf) if leaf.requires_grad else None for leaf in leaves]
+        if pairs and differentiated:
+            of_leaves = iter(
+                torch.autograd.grad([o for o, _ in pairs], differentiated, [c for _, c in pairs], allow_unused=True)
+            )
+            gradients = [next(of_leaves) if leaf.requires_grad else None for leaf in leaves]
         return _Reference([None if o is None else o.detach() for o in outputs], cotangents, gradients)
 
-    def _arguments(self, leaves: Sequence[torch.Tensor], known: Mapping[str, int], dtype: torch.dtype) -> list[Any]:
-        rest = iter(leaves)
-        found: list[Any] = []
+    def _arguments(self, leaves: Sequence[torch.Tensor], symbols: Mapping[str, int], dtype: torch.dtype) -> list[Any]:
+        remaining = iter(leaves)
+        arguments: list[Any] = []
         for spec in self.case.inputs:
             if spec is None:
-                found.append(None)
+                arguments.append(None)
             elif isinstance(spec, SizesOf):
-                found.append(tuple(sizes.evaluate(_size(w), known) for w in spec.dims.split()))
+                arguments.append(tuple(sizes.evaluate(_size(word), symbols) for word in spec.dims.split()))
             elif spec.value is not None:
-                found.append(torch.tensor(np.asarray(spec.value)).to(spec.torch_dtype(dtype)))
+                arguments.append(torch.tensor(np.asarray(spec.value)).to(spec.torch_dtype(dtype)))
             else:
-                found.append(next(rest))
-        return found
+                arguments.append(next(remaining))
+        return arguments
 
-    def check_sizes(self, known: Mapping[str, int], special: bool = False) -> bool:
-        """Compares forward and gradients at one set of sizes; False where PyTorch refuses the sizes."""
-        expected = self.expected(known, special)
+    def check_sizes(self, symbols: Mapping[str, int], special: bool = False) -> bool:
+        """Compare forward and gradients at one set of sizes. Returns False if PyTorch rejects the sizes."""
+        expected = self.expected(symbols, special)
         if expected is None:
             return False
         eager, exact = expected
-        tensors = self.tensors(known, special)
-        where = f"{self.case} {dict(known)} {self.dtype}"
+        tensors = self.tensors(symbols, special)
+        where = f"{self.case} {dict(symbols)} {self.dtype}"
         torch.manual_seed(3)
         got, _ = self.forward.run(tensors, ())
         self._check_aliases(where, tensors, got)
@@ -303,39 +309,38 @@ class CaseCheck:
         return True
 
     def _check_aliases(self, where: str, tensors: Sequence[torch.Tensor], got: Sequence[torch.Tensor | None]) -> None:
-        """An output in an input's memory must be declared: others are written over."""
-        own = {storage_id(t) for t in tensors}
+        """An output that shares memory with an input must be declared, because kernels overwrite other outputs."""
+        input_storages = {storage_id(t) for t in tensors}
         for index, output in enumerate(got):
-            is_view = output is not None and storage_id(output) in own
-            declared = min(index, len(self.definition.outputs) - 1) in self.definition.aliases
-            assert declared or not is_view, f"{where}: output {index} is a view, and `aliases` does not say so"
+            is_view = output is not None and storage_id(output) in input_storages
+            is_declared = min(index, len(self.definition.outputs) - 1) in self.definition.aliases
+            assert is_declared or not is_view, f"{where}: output {index} is a view of an input; add it to `aliases`"
 
-    def _joint(self, given: tuple[bool, ...]) -> Any:
-        if given not in self._joints:
-            self._joints[given] = differentiate(case_graph(self.case, self.dtype), self.wrt, given)
-        return self._joints[given]
+    def _joint(self, with_cotangent: tuple[bool, ...]) -> Any:
+        if with_cotangent not in self._joints:
+            model = case_graph(self.case, self.dtype)
+            self._joints[with_cotangent] = differentiate(model, self.wrt, with_cotangent)
+        return self._joints[with_cotangent]
 
     def _gradients(
         self, tensors: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        given = tuple(c is not None for c in cotangents)
-        programs = self.__dict__.setdefault("_programs", {})
-        if given not in programs:
-            joint = self._joint(given)
+        with_cotangent = tuple(c is not None for c in cotangents)
+        if with_cotangent not in self._programs:
+            joint = self._joint(with_cotangent)
             parts = cut(joint)
-            programs[given] = (
+            self._programs[with_cotangent] = (
                 joint,
-                parts,
                 Program(parts.forward, f"{self.case} forward", CPU, self.kernels),
                 Program(parts.backward, f"{self.case} backward", CPU, self.kernels),
             )
-        joint, parts, forward, backward = programs[given]
+        joint, forward, backward = self._programs[with_cotangent]
         torch.manual_seed(3)
-        out, crossing = forward.run(tensors, ())
-        kept = out[self.count :]
+        outputs, crossing = forward.run(tensors, ())
+        kept = outputs[self.count :]
         passed = [c for c, v in zip(cotangents, joint.cotangents, strict=True) if v is not None]
-        found, _ = backward.run([*kept, *passed], crossing)
-        return list(found)
+        gradients, _ = backward.run([*kept, *passed], crossing)
+        return list(gradients)
 
     @staticmethod
     def _compare(where: str, got: Sequence[Any], eager: Sequence[Any], exact: Sequence[Any]) -> None:
@@ -347,36 +352,37 @@ class CaseCheck:
                 continue
             assert_no_worse_than_eager(f"{where} {index}", g, e, x)
 
-    def check_body(self, known: Mapping[str, int], special: bool = False) -> bool:
-        """Compares the inlined body, forward and backward, on stock onnxruntime with PyTorch."""
-        expected = self.expected(known, special)
+    def check_body(self, symbols: Mapping[str, int], special: bool = False) -> bool:
+        """Compare the inlined body on stock onnxruntime, forward and backward, with PyTorch."""
+        expected = self.expected(symbols, special)
         if expected is None:
             return False
         eager, exact = expected
-        tensors = self.tensors(known, special)
-        where = f"{self.case} {dict(known)} {self.dtype} body"
-        given = tuple(c is not None for c in eager.cotangents)
-        joint, oracle = self._body(given if self.differentiable else (False,))
+        tensors = self.tensors(symbols, special)
+        where = f"{self.case} {dict(symbols)} {self.dtype} body"
+        with_cotangent = tuple(c is not None for c in eager.cotangents)
+        joint, oracle = self._body(with_cotangent if self.differentiable else (False,))
         if joint is not None:
             feeds = [*tensors, *(c for c, v in zip(eager.cotangents, joint.cotangents, strict=True) if v is not None)]
             got = oracle.run([f for f in feeds if f is not None])
-            rest = iter(got[self.count :])
-            gradients = [next(rest) if g is not None else None for g in joint.gradients]
+            remaining = iter(got[self.count :])
+            gradients = [next(remaining) if g is not None else None for g in joint.gradients]
             self._compare(f"{where} gradient", gradients, eager.gradients, exact.gradients)
         else:
             got = oracle.run(tensors)
         self._compare(where, got[: self.count], eager.outputs, exact.outputs)
         return True
 
-    def _body(self, given: tuple[bool, ...]) -> tuple[Any, Oracle]:
-        """The inlined body, with its gradients where any cotangent is given: one graph for all sizes, as in use."""
-        if given not in self._bodies:
-            joint = self._joint(given) if any(given) else None
-            self._bodies[given] = (joint, Oracle(inline_bodies(self.model if joint is None else joint.model)))
-        return self._bodies[given]
+    def _body(self, with_cotangent: tuple[bool, ...]) -> tuple[Any, Oracle]:
+        """The inlined body, with its gradients if any output has a cotangent: one graph for all sizes, as in use."""
+        if with_cotangent not in self._bodies:
+            joint = self._joint(with_cotangent) if any(with_cotangent) else None
+            model = self.model if joint is None else joint.model
+            self._bodies[with_cotangent] = (joint, Oracle(inline_bodies(model)))
+        return self._bodies[with_cotangent]
 
     def check_axes(self) -> None:
-        """Takes rows of inputs along every axis that the axis map lets pass: the outputs must be those rows."""
+        """Select rows of the inputs along each axis in the axis map, and expect the same rows of the outputs."""
         node, arrays = self._node(), self._first_arguments()
         axis_map = self.definition.axis_map(node)
         if axis_map is None or self.definition.effects & Effects.RANDOM:
@@ -401,7 +407,7 @@ class CaseCheck:
             a if s is None or not isinstance(a, torch.Tensor) or a.shape[s] == 1 != extent else a.index_select(s, rows)
             for a, s in zip(arrays, sources, strict=True)
         ]
-        # An input named `shape` holds the sizes of the output, which has these rows only.
+        # An input named `shape` holds the sizes of the output, which has only the selected rows.
         picked = [
             (*a[:axis], len(rows), *a[axis + 1 :])
             if isinstance(a, tuple) and self.definition.input_name(i) == "shape"
@@ -415,7 +421,7 @@ class CaseCheck:
         )
 
     def check_moves(self) -> None:
-        """Gives each element of the inputs that the op moves its own number: no output has another, or one twice."""
+        """Give each element of the moved inputs a distinct value, and expect no other value and none twice."""
         moved = [
             i for i in range(len(self._node().inputs)) if self.definition.input_name(i) in self.definition.moved_inputs
         ]
@@ -423,27 +429,28 @@ class CaseCheck:
             return
         arrays = self._first_arguments()
         total = sum(arrays[i].numel() for i in moved)
-        numbers = iter(torch.arange(total, dtype=self.dtype).split([arrays[i].numel() for i in moved]))
+        values = iter(torch.arange(total, dtype=self.dtype).split([arrays[i].numel() for i in moved]))
         for i in moved:
-            arrays[i] = next(numbers).view_as(arrays[i])
-        found = torch.cat([y.flatten() for y in self._call(self._node(), arrays)])
-        assert len(found.unique()) == len(found), f"{self.case}: an element comes out twice"
-        assert ((found >= 0) & (found < total) & (found == found.round())).all(), f"{self.case}: no element of these"
+            arrays[i] = next(values).view_as(arrays[i])
+        outputs = torch.cat([y.flatten() for y in self._call(self._node(), arrays)])
+        assert len(outputs.unique()) == len(outputs), f"{self.case}: an element occurs twice in the outputs"
+        is_input_element = (outputs >= 0) & (outputs < total) & (outputs == outputs.round())
+        assert is_input_element.all(), f"{self.case}: an output element is not an input element"
 
     def check_factor(self) -> None:
-        """Multiplies each input that may be; the op that multiplies by the number itself gives the same."""
+        """Scale each input that `scalar_factor` names, and expect the output of the op with the factor folded in."""
         node, arrays = self._node(), self._first_arguments()
         factor = self.definition.scalar_factor(self.definition.view(node)) if self.definition.scalar_factor else None
         if factor is None or self.definition.effects & Effects.RANDOM:
             return
-        number = 0.5
+        scale = 0.5
         for index in range(len(node.inputs)):
             if self.definition.input_name(index) in factor.inputs:
-                expected = self._call(node, [number * a if i == index else a for i, a in enumerate(arrays)])[0]
+                expected = self._call(node, [scale * a if i == index else a for i, a in enumerate(arrays)])[0]
                 if factor.scales_output:
-                    assert torch.equal(number * self._call(node, arrays)[0], expected), f"{self.case}: input {index}"
-                build = factor.absorb or (lambda op, n, number: None)
-                outputs = build(builder(self.model.graph), self.definition.view(node), number)
+                    assert torch.equal(scale * self._call(node, arrays)[0], expected), f"{self.case}: input {index}"
+                build = factor.absorb or (lambda op, n, scale: None)
+                outputs = build(builder(self.model.graph), self.definition.view(node), scale)
                 if outputs is not None:
                     scaled = outputs[0].producer()
                     assert scaled is not None
@@ -451,30 +458,31 @@ class CaseCheck:
                     assert torch.allclose(got, expected, rtol=1e-5, equal_nan=True), f"{self.case}: {scaled.op_type}"
 
     def _node(self) -> ir.Node:
-        """The first node of the op."""
+        """The first node of the case's op."""
         return next(n for n in self.model.graph if n.op_type == self.case.name and n.domain == self.case.domain)
 
     def _first_arguments(self) -> list[Any]:
-        known = next(iter(self.case.size_sets()))
-        return self._arguments(self.tensors(known), known, self.dtype)
+        symbols = next(iter(self.case.size_sets()))
+        return self._arguments(self.tensors(symbols), symbols, self.dtype)
 
     def _call(self, node: ir.Node, arrays: list[Any]) -> list[Any]:
         definition = definition_of(node)
         kernel = definition.kernel(node, "cpu")
-        declared = definition.inputs
+        names = definition.inputs
         arguments = [
             tuple(a.tolist()) if i in kernel.host_inputs and isinstance(a, torch.Tensor) and a.ndim else
             a.item() if i in kernel.host_inputs and isinstance(a, torch.Tensor) else a
             for i, a in enumerate(arrays)
         ]  # fmt: skip
-        if declared[-1].endswith("..."):
-            arguments = [*arguments[: len(declared) - 1], tuple(arguments[len(declared) - 1 :])]
-        arguments += [None] * (len(declared) - len(arguments))
+        if names[-1].endswith("..."):
+            arguments = [*arguments[: len(names) - 1], tuple(arguments[len(names) - 1 :])]
+        arguments += [None] * (len(names) - len(arguments))
         result = kernel.lower(definition.view(node), *arguments).evaluate()
         return list(result) if isinstance(result, (tuple, list)) else [result]
 
     @property
     def has_body(self) -> bool:
+        """Whether to compare the op's body in this dtype."""
         return self.case.bodies in (True, self.dtype) and not isinstance(self.definition.body, NoBody)
 
 
@@ -491,7 +499,7 @@ def _with_specials(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Oracle:
-    """Runs an ONNX model on stock onnxruntime, or on `onnx.reference` where onnxruntime has no kernel."""
+    """Run an ONNX model on stock onnxruntime, or on `onnx.reference` if onnxruntime lacks a kernel."""
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
@@ -522,7 +530,7 @@ class Oracle:
 
 
 def run_model(model: ir.Model, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A model's outputs by the oracle."""
+    """Run a model once by the oracle."""
     return Oracle(model).run(tensors)
 
 
@@ -531,7 +539,7 @@ def _by_reference(proto: Any) -> Any:
     from onnx.reference.op_run import OpRun  # noqa: PLC0415
 
     class Erf(OpRun):
-        """In x's own precision: onnx's rounds to float32."""
+        """Erf in the precision of x; that of onnx rounds to float32."""
 
         op_domain = ""
 

@@ -116,7 +116,7 @@ def why_skip(item: pytest.Item) -> str | None:
         needed_gb = large.kwargs.get("gb", LARGE_GB) * WORKERS
         if memory_gb() < needed_gb:
             return f"large: needs {needed_gb} GB of memory for {WORKERS} test processes"
-    if item.get_closest_marker("compiler") and not current_machine().compiles:
+    if item.get_closest_marker("compiler") and not current_machine().can_compile:
         return "compiler: needs Linux and a C++ compiler"
     return None
 

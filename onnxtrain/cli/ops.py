@@ -1,4 +1,4 @@
-"""`onnxtrain ops`: the table of all operators. The documentation lists the same rows (`tools/reference_pages.py`)."""
+"""`onnxtrain ops`: list all operators. `tools/reference_pages.py` writes the same rows into the documentation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from onnxtrain.ops import BY_BODY, NOT_DIFFERENTIABLE, OPS, STANDARD, Effects, N
 from onnxtrain.ops.definition import OPSET
 
 DOMAINS: Mapping[str, str] = {
-    ONNX: f"Standard operators, of ai.onnx at opset {OPSET} or as named.",
-    MICROSOFT: "Training operators under the names that ONNX Runtime Training gave them.",
-    OWN: "Operators of this package: what PyTorch computes and ONNX has no operator for, or means otherwise.",
-    ATEN: "PyTorch's own operators, for which there is no ONNX form.",
+    ONNX: f"Standard operators of ai.onnx, at opset {OPSET} or as named.",
+    MICROSOFT: "Training operators, with the names of ONNX Runtime Training.",
+    OWN: "Operators of onnxtrain: PyTorch operators that ONNX lacks or defines differently.",
+    ATEN: "PyTorch operators without an ONNX form.",
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of one operator, as words."""
+    """The cells of one operator."""
 
     name: str
     signature: str
@@ -40,7 +40,7 @@ class Row:
 
 
 def row(definition: OpDef) -> Row:
-    """What a definition says, in words."""
+    """The cells of a definition."""
     return Row(
         name=definition.name,
         signature=f"({', '.join(definition.inputs)}) -> {', '.join(definition.outputs)}",
@@ -56,8 +56,8 @@ def row(definition: OpDef) -> Row:
 
 def _kernels(definition: OpDef) -> str:
     count = len(definition.kernels)
-    loose = sum(not kernel.deterministic for kernel in definition.kernels)
-    return f"{count}, {loose} nondeterministic" if loose else str(count)
+    nondeterministic = sum(not kernel.deterministic for kernel in definition.kernels)
+    return f"{count}, {nondeterministic} nondeterministic" if nondeterministic else str(count)
 
 
 def _body(definition: OpDef) -> str:
@@ -79,10 +79,10 @@ def _gradient(definition: OpDef) -> str:
 
 
 def _axes(definition: OpDef) -> str:
-    """The axis map, where it is the same for every node."""
-    nothing: Any = None
+    """The axis map, if it is the same for every node."""
+    no_node: Any = None
     try:
-        text = definition.axes(nothing)
+        text = definition.axes(no_node)
     except (AttributeError, TypeError):
         return "by node"
     return text or "none"
@@ -95,12 +95,12 @@ def _effects(effects: Effects) -> str:
 
 def selected(pattern: str = "") -> dict[str, list[OpDef]]:
     """The definitions whose domain, name or ATen overloads match `pattern`, by domain."""
-    found: dict[str, list[OpDef]] = {domain: [] for domain in DOMAINS}
+    by_domain: dict[str, list[OpDef]] = {domain: [] for domain in DOMAINS}
     for (domain, name), definition in sorted(OPS.items()):
         texts = (f"{domain or 'ai.onnx'}::{name}", *definition.from_torch)
         if any(re.search(pattern, text, re.IGNORECASE) for text in texts):
-            found.setdefault(domain, []).append(definition)
-    return {domain: definitions for domain, definitions in found.items() if definitions}
+            by_domain.setdefault(domain, []).append(definition)
+    return {domain: definitions for domain, definitions in by_domain.items() if definitions}
 
 
 # In the terminal
@@ -111,17 +111,14 @@ def table(domain: str, definitions: Iterable[OpDef]) -> Table:
     result = Table(title=domain or "ai.onnx", title_justify="left", header_style="bold")
     for column in ("operator", "kernels", "body", "gradient", "axes", "effects"):
         result.add_column(column, overflow="fold")
-    for each in map(row, definitions):
-        result.add_row(f"{each.name}[dim]{_escaped(each.signature)}[/dim]", *map(_escaped, _columns(each)))
+    for cells in map(row, definitions):
+        columns = (cells.kernels, cells.body, cells.gradient, cells.axes, cells.effects)
+        result.add_row(f"{cells.name}[dim]{_escaped(cells.signature)}[/dim]", *map(_escaped, columns))
     return result
 
 
-def _columns(each: Row) -> tuple[str, ...]:
-    return each.kernels, each.body, each.gradient, each.axes, each.effects
-
-
 def _escaped(text: str) -> str:
-    """Square brackets are markup to rich, and whole axes to an axis map."""
+    """Escape square brackets, which are markup to rich; axis maps contain them."""
     return text.replace("[", r"\[")
 
 
@@ -129,20 +126,32 @@ def _escaped(text: str) -> str:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument(
-        "pattern", nargs="?", default="", help="a regular expression: only operators whose name or ATen overload match"
+        "pattern",
+        nargs="?",
+        default="",
+        help="a regular expression that the name or an ATen overload must match (default: list all operators)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the operators that match the pattern."""
     console = Console()
     try:
-        found = selected(options.pattern)
+        by_domain = selected(options.pattern)
     except re.error as error:
-        raise OptionError("The pattern is no regular expression.", got=f"{options.pattern}: {error}") from error
-    if not found:
-        raise OptionError(f"There is no operator that matches {options.pattern!r}.", todo="onnxtrain ops lists all")
-    for domain, definitions in found.items():
+        raise OptionError(
+            "The pattern is invalid.", "onnxtrain ops", "a regular expression", f"{options.pattern}: {error}"
+        ) from error
+    if not by_domain:
+        raise OptionError(
+            "No operator matches the pattern.",
+            "onnxtrain ops",
+            got=options.pattern,
+            todo="call onnxtrain ops without a pattern to list all operators",
+        )
+    for domain, definitions in by_domain.items():
         console.print(table(domain, definitions))
-    console.print(f"{sum(map(len, found.values()))} operators")
+    console.print(f"{sum(map(len, by_domain.values()))} operators")
     return 0

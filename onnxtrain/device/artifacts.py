@@ -169,7 +169,7 @@ def _write(graphs: Mapping[str, ir.Model], folder: Path, prefix: str) -> None:
         ) from error
     for name, graph in graphs.items():
         path = folder / f"{prefix}{name}.onnx"
-        onnx_file.place(graph, path)
+        onnx_file.write_file_model(graph, path)
         LOG.info("wrote %s", path)
 
 

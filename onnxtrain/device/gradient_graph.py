@@ -66,7 +66,7 @@ def export_gradient_graph(
     if opset_version > result.graph.opset_imports[ONNX]:
         for converted in (result.graph, *(function.graph for function in result.functions.values())):
             convert_opset(converted, opset_version)
-    onnx_file.place(result, gradient_graph_path)
+    onnx_file.write_file_model(result, gradient_graph_path)
 
 
 class _WithLoss(torch.nn.Module):

@@ -1,10 +1,10 @@
 """The backend of torch.compile: `torch.compile(model, backend="onnxtrain", options={"rng": "torch"})`.
 
-    Python ─torch.compile─▶ graphs, with Python in between ─this backend─▶ each graph captured, differentiated, run
+    Python ─torch.compile─▶ graphs between graph breaks ─this backend─▶ each graph captured, differentiated, run
 
-torch.compile finds the parts of a function that are graphs, whatever Python stands between them: prints, `.item()`,
-branches on elements. Each part is then a module like any other to the engine: it is captured with open sizes, and
-differentiated here, not by PyTorch. Graphs that are the same, as those of a model's equal layers, share one engine.
+torch.compile splits a function into graphs at its graph breaks: prints, `.item()`, branches on values. The engine
+treats each graph as a module: it captures it with dynamic dimensions and differentiates it itself, without AOTAutograd.
+Equal graphs, such as those of a model's identical layers, share one engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from onnxtrain.report import CompileReport
 from onnxtrain.stages import numbered
 from onnxtrain.torch_compat.dynamo import SUPPRESSED_ERRORS
 
-# By the graph and the options; as long as torch.compile keeps one of the graphs.
+# By graph and options. An engine lives as long as torch.compile keeps one of its graphs.
 _ENGINES: weakref.WeakValueDictionary[Hashable, Engine] = weakref.WeakValueDictionary()
 
 
@@ -40,37 +40,38 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Call:
-    """Takes a graph from torch.compile. It is captured when it is first called.
+    """Return a function that runs a graph of torch.compile. The graph is captured on its first call.
 
     Args:
-        graph: calls of PyTorch's functions, as torch.compile traced them.
-        example_inputs: not used: the first call's inputs are the example.
-        options: any of `onnxtrain.Options`, by name. A warning answers those of PyTorch's former backend "onnxrt".
-        mode: of other backends; this one has none.
+        graph: the FX graph that torch.compile traced.
+        example_inputs: unused; the inputs of the first call are the examples.
+        options: any of `onnxtrain.Options`, by name. Options of PyTorch's former backend "onnxrt" raise a warning.
+        mode: must be None; this backend has no modes.
 
     Raises:
-        OptionError: an option is unknown or has a value that is not allowed, or a mode is given.
+        OptionError: an option is unknown or has an invalid value, or `mode` is set.
     """
     if mode is not None:
-        raise OptionError("This backend has no modes.", "torch.compile(mode=)", "options={...}", mode)
+        todo = "pass options={...} instead"
+        raise OptionError("The backend onnxtrain has no modes.", "torch.compile(mode=)", "no mode", repr(mode), todo)
     if options is not None and not isinstance(options, Mapping):
-        raise OptionError("The options are no dict.", "torch.compile(options=)", "a dict", type(options).__name__)
-    given = {}
+        raise OptionError("The options are not a dict.", "torch.compile(options=)", "a dict", type(options).__name__)
+    settings = {}
     for name, value in (options or {}).items():
         if name in DORT_OPTIONS:
             warn_ineffective(f"The option {name}", DORT_OPTIONS[name], value)
         else:
-            given[name] = value
-    return _compiled(graph, Options.resolve(**given))
+            settings[name] = value
+    return _callable_for(graph, Options.resolve(**settings))
 
 
-def _compiled(graph: torch.fx.GraphModule, options: Options, *, is_piece: bool = False) -> Call:
+def _callable_for(graph: torch.fx.GraphModule, options: Options, *, is_piece: bool = False) -> Call:
     module = named_graph(graph)
     key = (module.key(), options, is_piece)
     engine = _ENGINES.get(key)
     if engine is None:
         entry_point = EntryPoint(fixed_sizes=module.fixed_sizes, is_part=True, is_piece=is_piece)
-        engine = _ENGINES[key] = Engine(module, _saving_apart(options), entry_point)
+        engine = _ENGINES[key] = Engine(module, _with_own_prefix(options), entry_point)
     inputs = module.inputs
 
     def run(*arguments: Any) -> Any:
@@ -80,11 +81,11 @@ def _compiled(graph: torch.fx.GraphModule, options: Options, *, is_piece: bool =
 
 
 _NO_KEYWORDS: Mapping[str, Any] = {}
-_GRAPHS: Counter[Path] = Counter()  # that are saved under a path prefix
+_GRAPHS: Counter[Path] = Counter()  # the number of graphs saved under each path prefix
 
 
-def _saving_apart(options: Options) -> Options:
-    """The options for one of the graphs of torch.compile, whose files must not overwrite those of the others."""
+def _with_own_prefix(options: Options) -> Options:
+    """The options with a path prefix for this graph alone, so that its files do not overwrite those of other graphs."""
     if options.save_graphs is None:
         return options
     prefix = options.save_graphs.absolute()
@@ -93,39 +94,39 @@ def _saving_apart(options: Options) -> Options:
 
 
 def reports() -> list[CompileReport]:
-    """What the stages did for the newest form of each graph that is in use, oldest graph first."""
+    """The report of the newest capture of each graph in use, oldest graph first."""
     return [engine.newest().report for engine in list(_ENGINES.values()) if engine.captures]
 
 
 def captures() -> int:
-    """How many captures were made for the graphs that are in use."""
+    """The number of captures made for the graphs in use."""
     return sum(engine.captures for engine in list(_ENGINES.values()))
 
 
-# For modules that no single graph can hold
+# For modules with graph breaks
 
 
 def pieces(options: Options) -> Callable[[Call], Call]:
-    """From a function to one that runs its graphs by this backend, and Python in between."""
+    """A function that compiles another: its graphs run in this backend, and Python runs between them."""
 
-    def compiled(function: Call) -> Call:
-        found = torch.compile(function, backend=_backend_with(options))
+    def compile_pieces(function: Call) -> Call:
+        compiled = torch.compile(function, backend=_backend_with(options))
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # What torch.compile itself cannot take runs in PyTorch, as the user of an ORTModule expects.
+            # Code that torch.compile itself rejects runs in PyTorch, as the user of an ORTModule expects.
             with SUPPRESSED_ERRORS.get()(), logged_as_info():
-                return found(*args, **kwargs)
+                return compiled(*args, **kwargs)
 
         return run
 
-    return compiled
+    return compile_pieces
 
 
 @functools.lru_cache(maxsize=64)
 def _backend_with(options: Options) -> Callable[..., Call]:
-    """One object for equal options: torch.compile compiles again for another backend."""
+    """A backend with these options. Equal options give the same object: torch.compile recompiles for another one."""
 
     def onnxtrain(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Call:
-        return _compiled(graph, options, is_piece=True)
+        return _callable_for(graph, options, is_piece=True)
 
     return onnxtrain

@@ -1,4 +1,4 @@
-"""HierarchicalORTModule: where a module cannot be a graph as a whole, its parts are, as large as they can be."""
+"""HierarchicalORTModule: if a module cannot be captured as one graph, capture its largest submodules that can."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 import torch
 
 from onnxtrain.errors import ORTModuleFallbackException
-from onnxtrain.frontend.ort_module import ORTModule, OwnForward, engine_of
+from onnxtrain.frontend.ort_module import ForwardOfWrapper, ORTModule, engine_of
 from onnxtrain.log import LOG
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.options import FallbackPolicy
 from onnxtrain.options.debug_options import DebugOptions
 from onnxtrain.report import CompileReport
 
-_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # they are not called
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)  # never called themselves
 
 
 class HierarchicalORTModule(ORTModule):
-    """Runs `module` as one graph if it can be captured; if not, each of its children is tried in turn, and theirs.
+    """Run `module` as one graph if it can be captured; else run each child as a graph, or the children of that child.
 
-    What forward does around the parts runs in PyTorch. A part is found when it is first called, and a module that is
-    called several times, with other arguments each time, gets as many graphs as it needs.
+    The code of forward around the parts runs in PyTorch. A part is captured on its first call. A part that is called
+    several times with different arguments has as many graphs as it needs.
 
     Args:
-        module: any `nn.Module`. Children that are tried stand behind wrappers in it; `state_dict` keys do not change.
-        debug_options: as in ORTModule; the files of different parts have the same names.
+        module: any `nn.Module`. Its children are replaced by wrappers if needed; `state_dict` keys do not change.
+        debug_options: as in ORTModule. The saved files of different parts have the same names.
     """
 
     def __init__(self, module: torch.nn.Module, debug_options: DebugOptions | None = None) -> None:
@@ -35,9 +35,9 @@ class HierarchicalORTModule(ORTModule):
         self.__dict__["_parts"] = []
         self.__dict__["_debug_options"] = debug_options
 
-    @OwnForward
+    @ForwardOfWrapper
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, as one graph or part by part."""
+        """Run the wrapped module's forward as one graph or part by part."""
         if self.__dict__["_divided"]:
             return self.module(*args, **kwargs)
         try:
@@ -51,18 +51,18 @@ class HierarchicalORTModule(ORTModule):
 
     def _divide(self, error: ORTModuleFallbackException) -> None:
         self.__dict__["_divided"] = True
-        LOG.info("%s is no graph as a whole, and runs part by part: %s", type(self.module).__name__, error)
-        made: dict[torch.nn.Module, HierarchicalORTModule] = {}
-        _wrap_children(self.module, self.__dict__["_debug_options"], made)
-        self.__dict__["_parts"] = list(made.values())
+        LOG.info("%s cannot be captured as one graph; running it part by part: %s", type(self.module).__name__, error)
+        wrappers: dict[torch.nn.Module, HierarchicalORTModule] = {}
+        _wrap_children(self.module, self.__dict__["_debug_options"], wrappers)
+        self.__dict__["_parts"] = list(wrappers.values())
 
     def _log_parts(self) -> None:
-        """One line for all graphs of the first call."""
-        report = CompileReport(tuple(stage for each in self._reports() for stage in each.stages))
+        """Log one line for all graphs of the first call."""
+        report = CompileReport(tuple(stage for part in self._reports() for stage in part.stages))
         log_initialisation(type(self.module).__name__, report.took_ms / 1e3, report, first=True)
 
     def _reports(self) -> Iterator[CompileReport]:
-        """Of the graphs of this module and its parts."""
+        """The reports of the graphs of this module and its parts."""
         for part in self.__dict__["_parts"]:
             yield from part._reports()
         engine = engine_of(self)
@@ -71,7 +71,7 @@ class HierarchicalORTModule(ORTModule):
 
 
 class _Part(HierarchicalORTModule):
-    """A part of what the user trains."""
+    """A part of the user's module."""
 
     _is_part = True
 
@@ -79,13 +79,13 @@ class _Part(HierarchicalORTModule):
 def _wrap_children(
     module: torch.nn.Module,
     debug_options: DebugOptions | None,
-    made: dict[torch.nn.Module, HierarchicalORTModule],
+    wrappers: dict[torch.nn.Module, HierarchicalORTModule],
 ) -> None:
-    """Puts a wrapper in the place of each child; a child that stands in several places gets one."""
+    """Replace each child by a wrapper; a child that several modules share gets one."""
     for name, child in module._modules.items():
         if isinstance(child, _CONTAINERS):
-            _wrap_children(child, debug_options, made)
+            _wrap_children(child, debug_options, wrappers)
         elif child is not None and not isinstance(child, ORTModule):
-            if child not in made:
-                made[child] = _Part(child, debug_options)
-            module._modules[name] = made[child]
+            if child not in wrappers:
+                wrappers[child] = _Part(child, debug_options)
+            module._modules[name] = wrappers[child]

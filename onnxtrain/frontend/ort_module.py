@@ -2,9 +2,9 @@
 
     model = ORTModule(model)          # the only change in a training script
 
-The first call captures and compiles the module; later calls run the compiled programs. Another capture is made when
-something that decides the graph changes: the structure of the inputs, autocast, the module's attributes, which
-parameters need gradients. What cannot be captured runs in PyTorch, with one warning that says why.
+The first call captures and compiles the module; later calls run the compiled programs. The module is captured again if
+something that the graph depends on changes: the structure of the inputs, autocast, the module's attributes, which
+parameters require gradients. A module that cannot be captured runs in PyTorch, with one warning that gives the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from onnxtrain.options.debug_options import DebugOptions
 from onnxtrain.report import CompileReport
 from onnxtrain.torch_compat.dynamo import untraced
 
-# What nn.Module does with its own parameters, buffers and children, the wrapped module does with its.
+# Methods of nn.Module that act on parameters, buffers and children: the wrapper calls those of the wrapped module.
 _DELEGATED = (
     "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "eval", "extra_repr", "float", "get_buffer",
     "get_extra_state", "get_parameter", "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia",
@@ -43,15 +43,15 @@ _DELEGATED = (
     "_load_from_state_dict", "_named_members", "_save_to_state_dict",
 )  # fmt: skip
 
-# PyTorch itself walks these where the wrapper is a part of another module: load_state_dict goes through `_modules`.
+# PyTorch reads these directly if the wrapper is a child of another module: load_state_dict walks `_modules`.
 _SHARED = (
     "_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 
-class OwnForward:
-    """The method forward, with the signature of the wrapped module's, which trainers read."""
+class ForwardOfWrapper:
+    """The wrapper's forward; bound, it has the signature of the wrapped module's forward, which trainers read."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -59,7 +59,7 @@ class OwnForward:
     def __get__(self, wrapper: ORTModule | None, owner: type[ORTModule] | None = None) -> Callable[..., Any]:
         if wrapper is None:
             return self.function
-        signed: dict[OwnForward, Callable[..., Any]] = wrapper.__dict__["_forwards"]
+        signed: dict[ForwardOfWrapper, Callable[..., Any]] = wrapper.__dict__["_forwards"]
         function = signed.get(self)
         if function is None:
             function = signed[self] = _with_signature(self.function, wrapper.module.forward)
@@ -75,34 +75,34 @@ def _with_signature(function: Callable[..., Any], method: Callable[..., Any]) ->
     copied.__dict__.update(function.__dict__)
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # a ScriptModule's has none
+    except (TypeError, ValueError):  # a ScriptModule's forward has no signature
         return copied
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [itself, *signature.parameters.values()]
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [self_parameter, *signature.parameters.values()]
     copied.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # inspect reads it
     return copied
 
 
 class ORTModule(torch.nn.Module):
-    """Runs `module` as an ONNX training graph.
+    """Run `module` as an ONNX training graph.
 
     Args:
-        module: any `nn.Module`. It stays the owner of its parameters and buffers; `state_dict` keys do not change.
-        debug_options: log level and whether to save the graphs, as in ORTModule.
-        **options: any field of `onnxtrain.options.Options`, for example `rng="torch"` to draw exactly the random
-            numbers that eager PyTorch draws.
+        module: any `nn.Module`. It keeps its parameters and buffers; `state_dict` keys do not change.
+        debug_options: log level, and whether to save the graphs, as in ONNX Runtime Training.
+        **options: any field of `onnxtrain.options.Options`, for example `rng="torch"` to sample exactly the random
+            numbers of eager PyTorch.
 
-    Attributes and methods of `module` are reached through the wrapper. Its own methods are bound to the wrapper: one
-    that calls the module runs the graph. Those that use `super()` stay bound to `module`. Attributes set on the wrapper
-    are set on `module`, and a change that matters is followed by a new capture; a method that replaces one of `module`
-    stays on the wrapper. A UserWarning names each attribute of `module` that collides with one of the wrapper.
+    The attributes and methods of `module` are available on the wrapper. User-defined methods are bound to the wrapper:
+    if one calls the module, the graph runs. Methods that use `super()` stay bound to `module`. Attributes set on the
+    wrapper are set on `module`; if forward depends on one, the module is captured again. A method that overrides one of
+    `module` stays on the wrapper. A UserWarning names each attribute of `module` that collides with one of the wrapper.
 
     Raises:
-        ORTModuleTorchModelException: `module` is a `torch.nn.DataParallel` and the fallback policy does not cover that:
-            wrap the inner module instead.
+        ORTModuleTorchModelException: `module` is a `torch.nn.DataParallel`, and the fallback policy does not cover
+            that. Wrap the inner module instead.
     """
 
-    _is_part = False  # whether it is one of several graphs of what the user trains
+    _is_part = False  # whether the module is only part of the user's model
 
     def __init__(self, module: torch.nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class ORTModule(torch.nn.Module):
         _warn_of_collisions(self, module)
 
     def _set_up(self, module: torch.nn.Module, options: Options) -> None:
-        self.__dict__.pop("training", None)  # the wrapped module's flag counts
+        self.__dict__.pop("training", None)  # the wrapped module's flag is the one that counts
         self.__dict__.update((name, module.__dict__[name]) for name in _SHARED)
         self.__dict__["_torch_module"] = module
         self.__dict__["_forwards"] = {}
@@ -129,10 +129,10 @@ class ORTModule(torch.nn.Module):
         original: torch.nn.Module = self.__dict__["_torch_module"]
         return original
 
-    @OwnForward
+    @ForwardOfWrapper
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, compiled."""
+        """Run the compiled forward of the wrapped module."""
         try:
             return self.__dict__["_run"](args, kwargs)
         except Exception as error:
@@ -140,20 +140,20 @@ class ORTModule(torch.nn.Module):
             raise
 
     def report(self) -> CompileReport:
-        """What each stage of the newest compilation did. Raises RuntimeError before the first call."""
+        """The report of the newest compilation: what each stage did. Raises RuntimeError before the first call."""
         return engine_of(self).newest().report
 
     def load_options(self, path: str | os.PathLike[str]) -> None:
-        """Takes options from a JSON file; they win over the code's, and environment variables win over them.
+        """Read options from a JSON file. They override those of the code; environment variables override them.
 
         The module is captured again on the next call.
 
         Raises:
-            OptionError: the file cannot be read, or has a key or value that is not allowed.
+            OptionError: the file cannot be read, or has an unknown key or an invalid value.
         """
         self._set_up(self.module, self.__dict__["_options"].over_file(path))
 
-    # The nn.Module face
+    # The interface of nn.Module
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("_torch_module")
@@ -163,7 +163,7 @@ class ORTModule(torch.nn.Module):
         return types.MethodType(value.__func__, self) if _runs_on_wrapper(value, module) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # accelerate puts a forward of its own in the wrapper's place, which calls the wrapper's.
+        # accelerate replaces the wrapper's forward by its own, which calls the wrapper's.
         if name in self.__dict__ or name == "forward" or "_torch_module" not in self.__dict__:
             super().__setattr__(name, value)
         elif _is_method(value) and _is_method(getattr(self.module, name, None)):
@@ -196,29 +196,31 @@ class ORTModule(torch.nn.Module):
         return True
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        """Not possible on the wrapper.
+        """Refuse to add a submodule to the wrapper.
 
         Raises:
             ORTModuleTorchModelException: always.
         """
         raise ORTModuleTorchModelException(
-            "a submodule cannot be added to an ORTModule", got=name, todo="add it to the module before wrapping"
+            "Submodules cannot be added to an ORTModule.",
+            got=f"a submodule named {name!r}",
+            todo="add it to the module before wrapping the module",
         ) from NotImplementedError("ORTModule.add_module")
 
     register_module = add_module
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`nn.Module.compile` of the wrapper: hooks on it are compiled, the wrapped module runs as a graph."""
+        """Compile the hooks of the wrapper, as `nn.Module.compile` does; the wrapped module runs as a graph."""
         self.__dict__["_compiled_call_impl"] = torch.compile(self._call_impl, *args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> Any:
         raise NotImplementedError("ORTModule does not run under torch.nn.DataParallel: use DistributedDataParallel")
 
-    # Copies and pickles: the module and the options; graphs are compiled again.
+    # A copy or pickle holds the module and the options; graphs are compiled again.
 
     def __getstate__(self) -> dict[str, Any]:
-        remade = {*_SHARED, "_engine", "_run", "_torch_module", "_options", "_forwards", "_compiled_call_impl"}
-        own = {k: v for k, v in self.__dict__.items() if k not in remade}
+        rebuilt = {*_SHARED, "_engine", "_run", "_torch_module", "_options", "_forwards", "_compiled_call_impl"}
+        own = {k: v for k, v in self.__dict__.items() if k not in rebuilt}
         return {"own": own, "module": self.module, "options": self.__dict__["_options"]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -236,7 +238,7 @@ class ORTModule(torch.nn.Module):
 
 
 def engine_of(module: ORTModule) -> Engine:
-    """The engine that captures, compiles and runs the module. A function: a method could hide one of the module's."""
+    """The engine that captures, compiles and runs the module. A method could hide one of the wrapped module."""
     engine: Engine = module.__dict__["_engine"]
     return engine
 
@@ -260,9 +262,9 @@ def _is_method(value: Any) -> bool:
 
 
 def _runs_on_wrapper(value: Any, module: torch.nn.Module) -> bool:
-    """Whether a value is a method of the user's that can be bound to the wrapper.
+    """Whether a value is a user-defined method that can be bound to the wrapper.
 
-    `super()` needs the module itself, and so does `type(self)`, as in the `generate` of transformers.
+    `super()` requires the module itself, and so does `type(self)`, as in the `generate` of transformers.
     """
     if not isinstance(value, types.MethodType) or value.__self__ is not module:
         return False
@@ -287,7 +289,7 @@ def _reads_own_class(code: types.CodeType) -> bool:
 
 
 def _refuse_at_once(module: torch.nn.Module, policy: FallbackPolicy) -> None:
-    """Raises unless the policy says that what cannot be wrapped runs in PyTorch."""
+    """Raise, unless the policy lets such a module run in PyTorch."""
     try:
         refuse_module(module)
     except ORTModuleTorchModelException as error:
@@ -296,23 +298,22 @@ def _refuse_at_once(module: torch.nn.Module, policy: FallbackPolicy) -> None:
 
 
 def _warn_of_collisions(wrapper: ORTModule, module: torch.nn.Module) -> None:
-    """Names what the wrapper hides, and overrides of nn.Module's methods that cannot be called as the wrapper's are."""
-    plain = torch.nn.Module()
-    own = {*vars(wrapper), *vars(ORTModule)} - set(dir(plain))
+    """Warn of attributes that the wrapper hides, and of overrides that do not accept the arguments of nn.Module's."""
+    own = {*vars(wrapper), *vars(ORTModule)} - set(dir(torch.nn.Module()))
     for name in sorted(name for name in own.intersection(dir(module)) if not name.startswith("__")):
-        _warn_of_collision(module, name, f"its own is reached by .module, as in model.module.{name}")
+        _warn_of_collision(module, name, f"use model.module.{name} for that of the wrapped module")
     for name in _DELEGATED:
         override = getattr(type(module), name, None)
-        if override is not getattr(torch.nn.Module, name, None) and not _takes_as_much(override, name):
-            _warn_of_collision(module, name, "PyTorch and trainers call it with arguments that it does not take")
+        if override is not getattr(torch.nn.Module, name, None) and not _accepts_same_arguments(override, name):
+            _warn_of_collision(module, name, "PyTorch and trainers call it with arguments that it does not accept")
 
 
-def _takes_as_much(override: Any, name: str) -> bool:
-    """Whether a method takes the positional arguments of nn.Module's of this name."""
+def _accepts_same_arguments(override: Any, name: str) -> bool:
+    """Whether a method accepts the positional arguments of nn.Module's method of this name."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
-        given = inspect.signature(getattr(torch.nn.Module, name)).parameters.values()
-        inspect.signature(override).bind(*(p.name for p in given if p.kind in kinds))
+        parameters = inspect.signature(getattr(torch.nn.Module, name)).parameters.values()
+        inspect.signature(override).bind(*(p.name for p in parameters if p.kind in kinds))
     except TypeError:
         return False
     except ValueError:  # a builtin without a signature

@@ -1,11 +1,11 @@
-"""`onnxtrain.prepare(model)`: the model's forward runs as ONNX graphs, and the model stays what it is.
+"""`onnxtrain.prepare(model)`: run the model's forward as ONNX graphs, without a wrapper.
 
-    model ── its class, attributes, state_dict, hooks, methods: as before
-      └─ forward ─▶ engine ─▶ programs          only this is exchanged, in the model or in each of its blocks
+    model ── its class, attributes, state_dict, hooks, methods: unchanged
+      └─ forward ─▶ engine ─▶ programs          the only change, in the model or in each of its blocks
 
-Where `ORTModule` wraps, this changes one attribute: `isinstance`, the signature of forward, `config`, `generate` and
-`save_pretrained` are the model's own. Hooks of a prepared module run around its graph, so that what libraries do block
-by block with hooks (FSDP's gathering, DDP's buckets, statistics) goes on.
+`ORTModule` wraps the model; `prepare` replaces one attribute. `isinstance`, the signature of forward, `config`,
+`generate` and `save_pretrained` are the model's own. The hooks of a prepared module run around its graph, so libraries
+that work block by block with hooks (FSDP's all-gathers, DDP's buckets, statistics) keep working.
 """
 
 from __future__ import annotations
@@ -38,39 +38,44 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
-    """Lets `model` run as ONNX graphs, in place. A model that is prepared already is prepared anew.
+    """Make `model` run as ONNX graphs, in place. A second call replaces the settings of the first.
 
     Args:
-        model: any `nn.Module`. Its class, `state_dict` keys, the signature of forward and all methods stay.
-        regional: True for a graph of each repeated block (the layers of a transformer), False for one graph of the
-            whole model. "auto": the whole, but blocks where several processes train it together, or blocks have hooks.
-            `report_of` says what was decided, and why.
+        model: any `nn.Module`. Its class, `state_dict` keys, the signature of forward and all methods are unchanged.
+        regional: True captures one graph for each repeated block (the layers of a transformer), False one graph of the
+            whole model. "auto" captures the whole model, or blocks if several processes train the model together or
+            blocks have hooks. `report_of` gives the choice and the reason.
         **options: any field of `onnxtrain.Options`.
 
     Returns:
         `model` itself.
 
     Raises:
-        OptionError: an option is unknown or has a value that is not allowed, or there are no blocks to prepare.
-        ORTModuleTorchModelException: the model is wrapped already (ORTModule, DataParallel), or a TorchScript module.
+        OptionError: an option is unknown or has an invalid value, or the model has no repeated blocks.
+        ORTModuleTorchModelException: the model is wrapped (ORTModule, DataParallel), or is a TorchScript module.
     """
     settings = Options.resolve(**options)
     if isinstance(model, (ORTModule, torch.jit.ScriptModule)):
         raise ORTModuleTorchModelException(
-            f"a {type(model).__name__} cannot be prepared", todo="prepare the PyTorch module itself"
+            "The model cannot be prepared.",
+            "onnxtrain.prepare",
+            "a torch.nn.Module that is not wrapped or scripted",
+            type(model).__name__,
+            "prepare the PyTorch module itself",
         )
     if not isinstance(model, torch.nn.Module):
         raise ORTModuleTorchModelException(
-            "this cannot be prepared",
-            expected="a torch.nn.Module",
-            got=type(model).__name__,
-            todo="pass the model itself",
+            "The model cannot be prepared.",
+            "onnxtrain.prepare",
+            "a torch.nn.Module",
+            type(model).__name__,
+            "pass the model itself",
         )
     if isinstance(model, torch.nn.DataParallel):
         refuse_module(model)
     unprepare(model)
     blocks = _blocks(model)
-    by_block, reason = _decided(regional, model, blocks)
+    by_block, reason = _choose_regional(regional, model, blocks)
     twins = Twins()
     for module in blocks.values() if by_block else [model]:
         _Forward(module, settings, twins, reason).install()
@@ -78,23 +83,26 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
 
 
 def unprepare(model: M) -> M:
-    """Gives `model`, and every block in it, its own forward back. One that is not prepared stays as it is."""
+    """Restore the forward of `model` and of its blocks. A model that is not prepared is left unchanged."""
     for _, forward in _prepared(model):
         forward.remove()
     return model
 
 
 def report_of(model: torch.nn.Module) -> PrepareReport:
-    """How a model was prepared, and what was compiled for it until now.
+    """How a model was prepared, and what has been compiled for it so far.
 
     Raises:
-        OptionError: it is not prepared.
+        OptionError: the model is not prepared.
     """
-    found = list(_prepared(model))
-    if not found:
-        raise OptionError("The model is not prepared.", type(model).__name__, "onnxtrain.prepare(model) before")
-    by_block = found[0][1].module is not model
-    return PrepareReport(by_block, found[0][1].reason, tuple(forward.region(name) for name, forward in found))
+    forwards = list(_prepared(model))
+    if not forwards:
+        raise OptionError(
+            "The model is not prepared.", type(model).__name__, todo="call onnxtrain.prepare(model) first"
+        )
+    first = forwards[0][1]
+    regions = tuple(forward.region(name) for name, forward in forwards)
+    return PrepareReport(first.module is not model, first.reason, regions)
 
 
 def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, _Forward]]:
@@ -104,24 +112,24 @@ def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, _Forward]]:
             yield name, forward
 
 
-# Whole or block by block
+# As a whole or block by block
 
 
 def _blocks(model: torch.nn.Module, path: str = "") -> dict[str, torch.nn.Module]:
-    """The outermost modules that are repeated: two or more of a class in a list."""
-    found: dict[str, torch.nn.Module] = {}
+    """The outermost repeated modules, by path: two or more of one class in a list."""
+    blocks: dict[str, torch.nn.Module] = {}
     for name, child in model.named_children():
-        inner = f"{path}.{name}" if path else name
+        child_path = f"{path}.{name}" if path else name
         members = dict(child.named_children())
         if isinstance(child, _LISTS) and len(members) > 1 and _are_blocks(list(members.values())):
-            found |= {f"{inner}.{step}": member for step, member in members.items()}
+            blocks |= {f"{child_path}.{index}": member for index, member in members.items()}
         else:
-            found |= _blocks(child, inner)
-    return found
+            blocks |= _blocks(child, child_path)
+    return blocks
 
 
 def _are_blocks(members: list[torch.nn.Module]) -> bool:
-    """Of one class, and each of several layers: a graph of a single layer gains nothing."""
+    """Whether the modules are of one class and have several layers each: a graph of a single layer saves no time."""
     return len({type(m) for m in members}) == 1 and all(_is_block(m) for m in members)
 
 
@@ -130,51 +138,54 @@ def _is_block(module: torch.nn.Module) -> bool:
     return len(layers) > 1
 
 
-def _decided(regional: Regional, model: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> tuple[bool, str]:
-    """Whether to go block by block, and why."""
+def _choose_regional(
+    regional: Regional, model: torch.nn.Module, blocks: dict[str, torch.nn.Module]
+) -> tuple[bool, str]:
+    """Whether to prepare the model block by block, and the reason."""
     if regional not in (True, False, "auto"):
-        raise OptionError("The value is not allowed.", "regional", "True, False or 'auto'", repr(regional))
+        where = f"prepare({type(model).__name__}, regional=)"
+        raise OptionError("The value of regional is invalid.", where, "True, False or 'auto'", repr(regional))
     if regional is True and not blocks:
         raise OptionError(
             "The model has no repeated blocks.",
             f"prepare({type(model).__name__}, regional=True)",
             "a ModuleList or Sequential of two or more modules of one class, with layers in each",
-            todo="prepare(model, regional=False)",
+            todo="call prepare(model, regional=False)",
         )
     if regional != "auto":
-        return regional, "regional was given"
+        return regional, f"regional={regional}"
     if not blocks:
         return False, "the model has no repeated blocks"
     if logs.world_size() > 1:
-        return True, "several processes train it, and gradients of one block are exchanged while others are computed"
+        return True, "several processes train it: gradients of one block are exchanged while others are computed"
     hooked = next((name for name, module in blocks.items() for n in _HOOKS if getattr(module, n)), None)
     if hooked is not None:
-        return True, f"blocks have hooks, which run around their graphs ({hooked})"
+        return True, f"blocks have hooks, which run around the graph of their block ({hooked})"
     return False, "one process trains it, and no block has hooks"
 
 
-# The forward that takes the place of the module's own
+# The forward that replaces the module's own
 
 
 class Twins(dict[Any, list[Compiled]]):
-    """What was compiled for blocks of one model, for others whose graph is the same. Copies start anew."""
+    """The compiled units of one model's blocks; blocks with the same graph share one. A copy starts empty."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Twins, ()
 
 
 class _Forward:
-    """A module's forward, in the place of its own. It looks like a bound method: libraries ask for its function.
+    """Replaces a module's forward. It looks like a bound method, because libraries read `forward.__func__`.
 
     Attributes:
-        module: the module that it belongs to.
-        options: as given to `prepare`.
+        module: the module.
+        options: as passed to `prepare`.
         reason: why this module is a region.
-        previous_forward: what stood in the module itself before; None: the forward of its class.
-        __signature__, __func__, __self__: what `inspect` and other wrappers of forward look for.
+        previous_forward: the instance attribute that it replaced; None if the module used the forward of its class.
+        __signature__, __func__, __self__: read by `inspect` and by other wrappers of forward.
     """
 
-    # No dict: a capture compares what is in the dicts of a module's attributes.
+    # No __dict__: a capture compares the __dict__ of a module's attributes.
     __slots__ = (
         *("__func__", "__signature__", "_engine", "_run", "_twins", "module", "options", "previous_forward", "reason"),
     )
@@ -192,11 +203,11 @@ class _Forward:
         self.__func__ = _function(self.__signature__)
 
     def install(self) -> None:
-        """Puts it in the place of the module's forward."""
+        """Replace the module's forward."""
         self.module.__dict__["forward"] = self.module.__dict__[_KEY] = self
 
     def remove(self) -> None:
-        """Puts the module's own forward back. Where another was put around this one, it calls the module's own now."""
+        """Restore the module's own forward. A wrapper that holds this object calls the module's own from now on."""
         own = self.module.__dict__
         if own.get("forward") is not self:
             own[_KEY] = self.in_torch
@@ -218,26 +229,26 @@ class _Forward:
             raise
 
     def in_torch(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Run the module's own forward."""
         if self.previous_forward is not None:
             return self.previous_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def region(self, name: str) -> Region:
-        """What the report says of it."""
+        """The module's entry in the report."""
         engine = self._engine
         kind = type(self.module).__name__
         if not engine.captures:
             return Region(name, kind)
         return Region(name, kind, engine.newest().is_shared, engine.newest().report)
 
-    # Copies and pickles: the module and the options; graphs are compiled again.
+    # A copy or pickle holds the module and the options; graphs are compiled again.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        made = _Forward.__new__(_Forward)
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
+        result = _Forward.__new__(_Forward)
+        memo[id(self)] = result
+        result.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _Forward.__new__, (_Forward,), self.__getstate__()
@@ -249,12 +260,12 @@ class _Forward:
 
 
 def _function(signature: inspect.Signature) -> Call:
-    """What libraries take for the function behind a method: it finds the forward of the module that it is given."""
+    """The `__func__` of the forward: a function of (module, ...) that calls the prepared forward of that module."""
 
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module.__dict__[_KEY](*args, **kwargs)
 
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [itself, *signature.parameters.values()]
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [self_parameter, *signature.parameters.values()]
     forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # inspect reads it
     return forward

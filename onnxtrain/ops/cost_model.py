@@ -19,10 +19,10 @@ def expected_seconds(library: str, flops: float, machine: Machine, dtype: torch.
 def widening_seconds(elements: int, machine: Machine) -> float:
     """Return the expected seconds for widening or rounding this many elements."""
     rates = machine.rates
-    return 2 * rates.overheads["aten"] + elements / rates.widened / machine.threads
+    return 2 * rates.overheads["aten"] + elements / rates.conversions / machine.threads
 
 
 def moving_seconds(byte_count: int, machine: Machine) -> float:
     """Return the expected seconds for reading or writing this many bytes of tensors."""
     rates = machine.rates
-    return rates.overheads["aten"] + byte_count / rates.moved_bytes / machine.threads
+    return rates.overheads["aten"] + byte_count / rates.bandwidth / machine.threads

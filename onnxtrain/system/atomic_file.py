@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all: a kill at any moment leaves the old file or the new one."""
+"""Write a file atomically: a kill at any moment leaves either the old file or the new one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file beside `path` that takes its place when the block ends without an error.
+    """Open a temporary file next to `path`; it replaces `path` if the block ends without an error.
 
-    The data reaches the disk before the name does. A killed process leaves at most `.<name>.<hex>.partial` behind,
-    which nothing reads. A symbolic link stays one: the file that it leads to is replaced.
+    The data is synced to disk before the rename. A killed process leaves at most `.<name>.<hex>.partial`, which nothing
+    reads. If `path` is a symbolic link, its target is replaced and the link stays.
 
     Raises:
-        OSError: the folder is missing, not writable or full; the old file stays as it was.
+        OSError: the folder is missing, not writable or full; the old file is unchanged.
     """
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
@@ -28,7 +28,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
-    except BaseException:  # a keyboard interrupt too must not leave the partial file
+    except BaseException:  # also a KeyboardInterrupt must not leave the partial file
         with suppress(FileNotFoundError):
             partial.unlink()
         raise
@@ -36,7 +36,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the new name last through a power cut, where folders can be opened (not on Windows)."""
+    """Make the rename survive a power cut, on systems where a folder can be opened (not on Windows)."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,8 +1,8 @@
-"""Where onnxtrain keeps what it measured and compiled on this machine. All of it can be made again.
+"""The folder for measurements and compiled code of this machine. Its contents can be deleted at any time.
 
 $ONNXTRAIN_CACHE_DIR, else $XDG_CACHE_HOME/onnxtrain, else ~/.cache/onnxtrain
 
-The latter two give way to a folder of this user's among the temporary files where they cannot be written.
+If the latter two are not writable, a per-user folder in the system's temporary directory is used.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ VARIABLE = "ONNXTRAIN_CACHE_DIR"
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder for one kind of files. It may not be there yet; others may write to it at the same time."""
-    own = os.environ.get(VARIABLE)
-    if own:
-        return Path(own) / kind
+    """The folder for one kind of files. It may not exist yet; other processes may write to it at the same time."""
+    from_variable = os.environ.get(VARIABLE)
+    if from_variable:
+        return Path(from_variable) / kind
     return _usable(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / kind
 
 
 @functools.cache
 def _usable(parent: str) -> Path:
-    """Onnxtrain's folder in `parent`; a temporary one, with a warning, where that cannot be written."""
+    """The folder onnxtrain in `parent`; if it is not writable, a temporary one, with a warning."""
     folder = Path(parent, "onnxtrain")
-    reason = _why_not(folder)
+    reason = _why_unusable(folder)
     if reason is None:
         return folder
     try:
-        instead = _temporary()
-    except OSError:  # no folder can be written at all: who writes logs it
+        temporary = _temporary()
+    except OSError:  # no folder is writable; the code that writes a file reports it
         return folder
     warn(
-        f"the cache folder {folder} cannot be used ({reason}), so {instead} is. Set {VARIABLE} to a folder that lasts."
+        f"the cache folder {folder} cannot be used ({reason}); using {temporary}. "
+        f"Set {VARIABLE} to a writable folder to keep the cache."
     )
-    return instead
+    return temporary
 
 
-def _why_not(folder: Path) -> str | None:
+def _why_unusable(folder: Path) -> str | None:
     if not folder.is_absolute():
-        return "it is not an absolute path"  # as where no home is known
+        return "not an absolute path"  # the home directory is unknown
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         return str(error)
-    return None if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
+    return None if os.access(folder, os.W_OK | os.X_OK) else "not writable"
 
 
 def _temporary() -> Path:
-    """A folder that only this user can write, the same in all processes; a fresh one where another user took its name.
+    """A folder that only this user can write to, the same in all processes; a fresh one if another user owns that name.
 
-    Libraries are loaded from it: nobody else may put one there.
+    Libraries are loaded from it, so no other user may be able to put one there.
     """
     folder = Path(tempfile.gettempdir(), f"onnxtrain-{_user()}")
     try:
@@ -68,8 +69,8 @@ def _temporary() -> Path:
         state = folder.lstat()
     except OSError:
         return Path(tempfile.mkdtemp(prefix="onnxtrain-"))
-    own = not hasattr(os, "getuid") or (state.st_uid == os.getuid() and not state.st_mode & 0o022)
-    return folder if own and not folder.is_symlink() else Path(tempfile.mkdtemp(prefix="onnxtrain-"))
+    is_private = not hasattr(os, "getuid") or (state.st_uid == os.getuid() and not state.st_mode & 0o022)
+    return folder if is_private and not folder.is_symlink() else Path(tempfile.mkdtemp(prefix="onnxtrain-"))
 
 
 def _user() -> str:
@@ -78,9 +79,9 @@ def _user() -> str:
 
 @contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target`, removed at the end of the block, or of a program that ends before it.
+    """A temporary folder next to `target`, removed at the end of the block, or at exit if the program ends first.
 
-    `tempfile.TemporaryDirectory` gives a ResourceWarning then, although a daemon thread cannot do better.
+    In the second case `tempfile.TemporaryDirectory` would raise a ResourceWarning, which a daemon thread cannot avoid.
     """
     folder = tempfile.mkdtemp(prefix=".building-", dir=target.parent)
     remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)

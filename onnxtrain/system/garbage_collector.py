@@ -1,7 +1,7 @@
-"""Python's garbage collector, while a module is captured and compiled: `process_wide="pause_collector"`.
+"""Pause Python's garbage collector while a module is captured and compiled: `process_wide="pause_collector"`.
 
-Both make millions of objects that live on. With PyTorch and transformers loaded a full collection looks at a million
-more: 0.05 to 0.2 s each time.
+Capturing and compiling allocate millions of long-lived objects. With PyTorch and transformers loaded, a full collection
+traverses another million: 0.05 to 0.2 s each time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused(wanted: bool) -> Iterator[None]:
-    """Turn the collector off inside, where `wanted`. One that is off stays off; nested and concurrent uses are safe.
+    """Disable the collector inside the block, if `wanted`. If it was disabled before, it stays so. Nesting is safe.
 
-    What was made is old then: else it would be looked at three times in the steps that follow.
+    Afterwards the new objects are in the oldest generation: else the following steps would traverse them three times.
     """
     if not wanted or not gc.isenabled():
         yield
@@ -24,7 +24,7 @@ def collector_paused(wanted: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else a program has frozen objects of its own, which would thaw
+        if not gc.get_freeze_count():  # else unfreeze would also unfreeze objects that the program froze
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         gc.enable()

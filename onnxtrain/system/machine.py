@@ -1,4 +1,4 @@
-"""The facts of the machine on which kernel choice, planning and compiled code rest: one value, read once."""
+"""The properties of the machine that kernel choice, planning and compiled code depend on, as one value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from onnxtrain.torch_compat import aten_kernels
 
-# Instruction sets that choices ask for, by the names that Linux and PyTorch give them.
+# The instruction sets that matter, by their names in Linux and PyTorch.
 _INSTRUCTIONS = {
     "avx2": "avx2",
     "avx512f": "avx512",
@@ -35,21 +35,21 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True)
 class Rates:
-    """What one thread of a processor does in a second, as cost models see it.
+    """The throughput of one thread of a processor, for cost models.
 
     Attributes:
-        gflops: float32 multiplications and additions of a matmul, in 10⁹, by library.
-        overheads: seconds before the first multiplication, by library.
-        narrow: multiples of float32's rate for bfloat16 and float16; below 1 without instructions for the type.
-        moved_bytes: bytes read or written, where they do not fit into caches.
-        widened: elements converted between a narrow type and float32.
+        gflops: float32 GEMM throughput in GFLOP/s, by library.
+        overheads: seconds per GEMM call before the first multiplication, by library.
+        narrow: GEMM throughput in bfloat16 and float16 relative to float32; below 1 without instructions for the dtype.
+        bandwidth: bytes per second read from or written to main memory.
+        conversions: elements per second converted between a narrow dtype and float32.
     """
 
     gflops: Mapping[str, float]
     overheads: Mapping[str, float]
     narrow: Mapping[torch.dtype, float]
-    moved_bytes: float = 6e9
-    widened: float = 5e9
+    bandwidth: float = 6e9
+    conversions: float = 5e9
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Machine:
     """A machine as kernel choice, planning and compiled code see it.
 
     Attributes:
-        processor: the model, as it names itself, with family and stepping.
+        processor: the model name, with family and stepping.
         vendor: "intel", "amd" or "".
-        architecture: as in "x86_64", "aarch64".
-        system: as `sys.platform` names it.
-        code_target: identifies the processors that run the same compiled code.
-        instructions: the instruction sets of the processor, as in "avx512_bf16".
+        architecture: such as "x86_64" or "aarch64".
+        system: `sys.platform`.
+        code_target: equal for processors that run the same compiled code.
+        instructions: the instruction sets of the processor, such as "avx512_bf16".
         onednn_instructions: those that oneDNN uses; ONEDNN_MAX_CPU_ISA limits them.
         onednn_bfloat16: whether oneDNN computes LSTMs and convolutions in bfloat16.
-        vectors: the vectors of PyTorch's own kernels, as in "avx2"; ATEN_CPU_CAPABILITY limits them.
-        threads: the threads that PyTorch's kernels use.
-        compilers: commands of C++ compilers on this machine, the preferred one first.
-        rates: the speed of its kernels.
+        vectors: the vector instructions of PyTorch's own kernels, such as "avx2"; ATEN_CPU_CAPABILITY limits them.
+        threads: the number of threads that PyTorch's kernels use.
+        compilers: the commands of the C++ compilers on this machine, the preferred one first.
+        rates: the throughput of its kernels.
     """
 
     processor: str
@@ -85,28 +85,28 @@ class Machine:
     rates: Rates
 
     @property
-    def compiles(self) -> bool:
-        """Whether compiled kernels can exist: outside Linux, PyTorch's threads are out of their reach."""
+    def can_compile(self) -> bool:
+        """Whether kernels can be compiled: they run on PyTorch's threads, which they can reach on Linux only."""
         return self.system.startswith("linux") and bool(self.compilers)
 
 
 def current_machine() -> Machine:
-    """The machine that this process runs on, with the present number of threads."""
+    """The machine that this process runs on, with the current number of threads."""
     return _machine(torch.get_num_threads())
 
 
 @functools.cache
 def _machine(threads: int) -> Machine:
-    facts = _cpuinfo(Path("/proc/cpuinfo"))
-    processor, vendor = _processor(facts)
-    instructions = _instructions(facts)
+    cpuinfo = _cpuinfo(Path("/proc/cpuinfo"))
+    processor, vendor = _processor(cpuinfo)
+    instructions = _instructions(cpuinfo)
     onednn = instructions & _allowed_by_onednn(os.environ)
     return Machine(
         processor=processor,
         vendor=vendor,
         architecture=platform.machine(),
         system=sys.platform,
-        code_target=_code_target(facts),
+        code_target=_code_target(cpuinfo),
         instructions=instructions,
         onednn_instructions=onednn,
         onednn_bfloat16=_onednn_bfloat16(),
@@ -118,7 +118,7 @@ def _machine(threads: int) -> Machine:
 
 
 def _cpuinfo(file: Path) -> Mapping[str, str]:
-    """What Linux says of the last core; nothing elsewhere."""
+    """The entries of the last core in /proc/cpuinfo; empty outside Linux."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -127,25 +127,26 @@ def _cpuinfo(file: Path) -> Mapping[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _processor(facts: Mapping[str, str]) -> tuple[str, str]:
-    """The processor's name and vendor; outside Linux, as Python names it."""
-    # Models of one name differ in family and stepping.
-    numbers = "/".join(facts[key] for key in ("cpu family", "model", "stepping") if key in facts)
-    model = f"{facts.get('model name', platform.processor() or platform.machine())} {numbers}".strip()
-    maker = f"{facts.get('vendor_id', '')} {model}".lower()
-    return model, next((vendor for vendor in ("intel", "amd") if vendor in maker), "")
+def _processor(cpuinfo: Mapping[str, str]) -> tuple[str, str]:
+    """The processor's name and vendor; outside Linux, the name that Python gives it."""
+    # Different models share a name and differ in family and stepping.
+    numbers = "/".join(cpuinfo[key] for key in ("cpu family", "model", "stepping") if key in cpuinfo)
+    model = f"{cpuinfo.get('model name', platform.processor() or platform.machine())} {numbers}".strip()
+    vendor_text = f"{cpuinfo.get('vendor_id', '')} {model}".lower()
+    return model, next((vendor for vendor in ("intel", "amd") if vendor in vendor_text), "")
 
 
-def _code_target(facts: Mapping[str, str]) -> str:
-    """What -march=native looks at."""
+def _code_target(cpuinfo: Mapping[str, str]) -> str:
+    """The properties that -march=native depends on."""
     keys = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
-    return "\n".join([platform.machine(), *(facts.get(key, "") for key in keys)])
+    return "\n".join([platform.machine(), *(cpuinfo.get(key, "") for key in keys)])
 
 
-def _instructions(facts: Mapping[str, str]) -> frozenset[str]:
-    """By Linux; also by PyTorch, which names them on every system from 2.13 on."""
-    ask = getattr(torch.cpu, "get_capabilities", dict)
-    names = {*facts.get("flags", facts.get("Features", "")).split(), *(k for k, v in ask().items() if v is True)}
+def _instructions(cpuinfo: Mapping[str, str]) -> frozenset[str]:
+    """The instruction sets by Linux, and by PyTorch, which reports them on every system since 2.13."""
+    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    flags = cpuinfo.get("flags", cpuinfo.get("Features", "")).split()
+    names = {*flags, *(name for name, is_present in capabilities.items() if is_present is True)}
     return frozenset(_INSTRUCTIONS[name] for name in names if name in _INSTRUCTIONS)
 
 
@@ -161,7 +162,7 @@ _LEVELS: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
 
 
 def _allowed_by_onednn(environment: Mapping[str, str]) -> frozenset[str]:
-    """The instruction sets that oneDNN may use; all of them where its variable names no level."""
+    """The instruction sets that oneDNN may use; all of them if its variable names no level."""
     level = environment.get("ONEDNN_MAX_CPU_ISA", environment.get("DNNL_MAX_CPU_ISA", "")).upper()
     allowed: frozenset[str] = frozenset()
     for names, instructions in _LEVELS:
@@ -176,14 +177,14 @@ def _onednn_bfloat16() -> bool:
 
 
 def _compilers(environment: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """The compiler that $CXX names, else those on the path."""
-    wish = environment.get("CXX")
-    commands = [tuple(shlex.split(name)) for name in ((wish,) if wish else _COMPILERS)]
+    """The compiler in $CXX, else those on the path."""
+    cxx = environment.get("CXX")
+    commands = [tuple(shlex.split(name)) for name in ((cxx,) if cxx else _COMPILERS)]
     return tuple(command for command in commands if command and shutil.which(command[0]))
 
 
-# GFLOP/s of one thread, float32: matmuls of a MiniLM step on two, Intel Xeon (Emerald Rapids) 2.8 GHz, AMD EPYC
-# (Zen 5) and AMD EPYC (Zen 3). Other processors stay with what PyTorch does until something is measured.
+# GFLOP/s per thread, float32: the GEMMs of a MiniLM step on two threads of an Intel Xeon (Emerald Rapids, 2.8 GHz), an
+# AMD EPYC (Zen 5) and an AMD EPYC (Zen 3). On other processors PyTorch's kernels are used until others are measured.
 _GFLOPS = {
     ("intel", "avx512"): {"aten": 165.0, "onednn": 150.0, "onednn transposed": 95.0, "convolution": 140.0},
     ("amd", "avx512"): {"aten": 107.0, "onednn": 240.0, "onednn transposed": 180.0, "convolution": 222.0},
@@ -196,20 +197,20 @@ _OVERHEADS = {"aten": 3e-6, "onednn": 18e-6, "onednn transposed": 23e-6, "convol
 def rates(vendor: str, instructions: Collection[str], onednn_instructions: Collection[str]) -> Rates:
     """The measured rates of a kind of processor.
 
-    Tile instructions do 16 times as many multiplications as AVX-512, and no matmul reaches half of that. Without
-    instructions for a narrow type, oneDNN widens each element as it reads it: 62 against 330 GFLOP/s, Intel Xeon,
+    AMX tiles do 16 times as many multiplications as AVX-512, and no GEMM reaches half of that. Without instructions for
+    a narrow dtype, oneDNN converts each element to float32 as it reads it: 62 against 330 GFLOP/s on an Intel Xeon at
     2.8 GHz.
     """
-    own = _GFLOPS.get((vendor, _widest(instructions)), _OTHER_GFLOPS)
-    limited = _widest(instructions) != _widest(onednn_instructions)
-    onednn = _GFLOPS.get((vendor, _widest(onednn_instructions)), _OTHER_GFLOPS) if limited else own
+    unlimited = _GFLOPS.get((vendor, _widest(instructions)), _OTHER_GFLOPS)
+    is_limited = _widest(instructions) != _widest(onednn_instructions)
+    onednn = _GFLOPS.get((vendor, _widest(onednn_instructions)), _OTHER_GFLOPS) if is_limited else unlimited
     none, vector, tiles = 0.19, 1.8, 6.0
-    has = frozenset(onednn_instructions)
+    available = frozenset(onednn_instructions)
     narrow = {
-        torch.bfloat16: tiles if "amx_bf16" in has else vector if has & {"avx512_bf16", "bf16"} else none,
-        torch.float16: tiles if "amx_fp16" in has else vector if "avx512_fp16" in has else none,
+        torch.bfloat16: tiles if "amx_bf16" in available else vector if available & {"avx512_bf16", "bf16"} else none,
+        torch.float16: tiles if "amx_fp16" in available else vector if "avx512_fp16" in available else none,
     }
-    return Rates({**_OTHER_GFLOPS, **onednn, "aten": own["aten"]}, _OVERHEADS, narrow)
+    return Rates({**_OTHER_GFLOPS, **onednn, "aten": unlimited["aten"]}, _OVERHEADS, narrow)
 
 
 def _widest(instructions: Collection[str]) -> str:

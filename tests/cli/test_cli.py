@@ -41,7 +41,7 @@ WRONG: dict[str, dict[str, str]] = {
         "FILE:crooked": "accepts its inputs", "FILE:f --batch x": "got x",
     },
     "memory": {"": "required: MODEL", "FILE:f --largest -3": "got -3", "FILE:f --html none/x": "got none/x"},
-    "ops": {"nosuchop": "no operator", "(": "no regular expression"},
+    "ops": {"nosuchop": "No operator matches", "(": "a regular expression"},
     "options": {"--json none": "file not found: none", "--json FILE": "Expecting value"},
     "report": {"": "required: MODEL", "FILE:f --steps 0": "got 0", "FILE:f --html none/x": "an existing folder"},
     "run": {"": "required: script", "none.py": "Script not found", "-m nosuchmodule": "Module not found"},

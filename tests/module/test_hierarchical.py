@@ -1,4 +1,4 @@
-"""Where a module is no graph as a whole, its largest parts that can be are."""
+"""A module that cannot be captured as one graph runs as graphs of its largest submodules that can."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_largest_parts_are_graphs_and_the_numbers_are_eagers(caplog: pytest.
     # The shared block is called with and without an argument.
     assert parts == {"blocks.0": 2, "blocks.1": 1, "named.one": 1, "decides": 0, "decides.0": 1, "decides.1": 0}
     for name in ("Net", "Sequential", "Decides"):
-        assert caplog.text.count(f"{name} is no graph as a whole") == 1
+        assert caplog.text.count(f"{name} cannot be captured as one graph") == 1
 
 
 def test_a_module_that_is_a_graph_stays_whole() -> None:

@@ -48,7 +48,7 @@ def test_makes_a_valid_file_that_computes_the_body(case: OpCase, tmp_path: Path)
     model = graph_of(check)
     verify(model, lookup)
     in_file = onnx_file.file_model(model)
-    onnx_file.place(in_file, tmp_path / "case.onnx")
+    onnx_file.write_file_model(in_file, tmp_path / "case.onnx")
     if case.domain and check.has_body:
         computes_the_body(check, model, in_file)
 

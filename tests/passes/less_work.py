@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain import DebugOptions, ORTModule
-from onnxtrain.onnx_file import known_name
+from onnxtrain.onnx_file import without_case_suffix
 from tests.zoo.checks import compared
 from tests.zoo.entry import Call, Draw, ZooModel
 
@@ -46,7 +46,7 @@ def forward_graph(folder: Path) -> ir.Graph:
     """The optimized forward graph of a module that `wrap` made, after its first call."""
     graph = ir.load(folder / "m_optimized_pre_grad_training.onnx").graph
     for node in graph:
-        node.op_type = known_name(node.op_type)
+        node.op_type = without_case_suffix(node.op_type)
     return graph
 
 

@@ -14,7 +14,7 @@ import torch
 from onnxtrain import DebugOptions, ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.builder import Builder
-from onnxtrain.onnx_file import known_name
+from onnxtrain.onnx_file import without_case_suffix
 from onnxtrain.passes.fuse_patterns import REWRITES, register
 from onnxtrain.passes.patterns import Match, Rewrite, Var, op
 from onnxtrain.testing import Spec
@@ -232,7 +232,7 @@ def saved_ops(module: torch.nn.Module, folder: Path, *arguments: Any, **keywords
     ours = ORTModule(module, DebugOptions(save_onnx=True, onnx_prefix="block", save_path=folder))
     ours(*arguments, **keywords)
     graph = ir.load(folder / "block_optimized_pre_grad_training.onnx").graph
-    return Counter(f"{node.domain or 'onnx'}::{known_name(node.op_type)}" for node in graph)
+    return Counter(f"{node.domain or 'onnx'}::{without_case_suffix(node.op_type)}" for node in graph)
 
 
 def _shown(name: str, folder: Path) -> Counter[str]:

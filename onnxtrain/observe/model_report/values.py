@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph import sizes
-from onnxtrain.onnx_file import known_name
+from onnxtrain.onnx_file import without_case_suffix
 from onnxtrain.report import CompileReport, PassReport
 
 _OPS_OF_A_BAR = 12
@@ -157,7 +157,7 @@ def _rows(graph: ir.Graph) -> Iterator[NodeRow]:
         props = node.metadata_props
         yield NodeRow(
             module=props.get("module", ""),
-            op=known_name(node.op_type),
+            op=without_case_suffix(node.op_type),
             domain=node.domain or "ai.onnx",
             name=node.name or "",
             outputs=", ".join(f"{v.name} {_shape(v)}" for v in node.outputs if v.name),
