@@ -72,7 +72,7 @@ def compile_module(
         # optimize
         first, then = forward_passes_around_packing(options)
         changes = optimize(model, first)
-        packed = plan_packed_variants(model, captured, options, device)
+        packed = plan_packed_variants(model, captured, options, device, any(wrt))
         changes.add(optimize(model, then))
         stages.record("optimize", model, changes, sum(report.took_ms for report in changes.passes))
 

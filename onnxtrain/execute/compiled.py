@@ -83,6 +83,15 @@ class Compiled:
         storages = Storages(nodes, self.known, self.unit.device_type)  # of both: backward reads sizes of forward's
         return tuple(regions.described(titles[name], part, storages) for name, part in parts.items())
 
+    def results(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """The results of a call, which `output` gives the form of the module's output."""
+        unit = self.unit if self.units is None else self.units.unit(tensors)
+        return unit(tensors)
+
+    def output(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """The module's output of these results of a call on `tensors`."""
+        return self.captured.output.unflatten(results, _sizes(self.captured, tensors))
+
     def is_twin(self, captured: Captured) -> bool:
         """Whether a capture of another module is the same graph."""
         mine = self.captured

@@ -4,13 +4,14 @@
                                        most are, or not sure: the unit as it is
 
 The packed unit is compiled when the first such batch comes. Which one runs never changes a result beyond rounding and
-the choice of dropout masks. Where programs are recorded (`cuda_graphs`), the number of tokens is rounded up.
+the choice of dropout masks; only results that hold tokens have zeros in padding, where `padding_reads` allows it.
+Where programs are recorded (`cuda_graphs`), the number of tokens is rounded up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from onnxtrain.capture.capture import Captured, Source
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import may_record
 from onnxtrain.execute.packing import Kept, Question
+from onnxtrain.execute.padding_reads import PaddingReads
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.recorded_program import why_never
 from onnxtrain.execute.unit_builder import Rerun
@@ -37,6 +39,7 @@ from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from onnxtrain.plan.cut import single_part
 from onnxtrain.report import CompileReport, PassReport, StageReport
+from onnxtrain.torch_compat.modes import has_saved_tensors_hooks
 
 _OF_TOKENS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 
@@ -45,7 +48,7 @@ Compile = Callable[[Captured, Sequence[torch.Tensor], Options, Rerun], Compiled]
 
 
 def plan_packed_variants(
-    model: ir.Model, captured: Captured, options: Options, device: torch.device
+    model: ir.Model, captured: Captured, options: Options, device: torch.device, differentiable: bool
 ) -> PackedVariants | None:
     """Plans how a captured graph would run without padding.
 
@@ -55,13 +58,14 @@ def plan_packed_variants(
         captured: what it was captured from.
         options: see `onnxtrain.options`.
         device: that all tensors are on.
+        differentiable: whether gradients may come for results. They tell whether the padding of results is read.
 
     Returns:
         None where there can be no padding (tokens and masks are integers or booleans), or the options keep it.
     """
     if options.skip_padding == "never" or not any(v.dtype in _OF_TOKENS for v in captured.model.graph.inputs):
         return None
-    return PackedVariants(model, captured, options, device)
+    return PackedVariants(model, captured, options, device, captured.results if differentiable else 0)
 
 
 class PackedVariants:
@@ -72,15 +76,17 @@ class PackedVariants:
         reports: of the units that are compiled already.
     """
 
-    def __init__(self, model: ir.Model, captured: Captured, options: Options, device: torch.device) -> None:
-        """Takes what `plan_packed_variants` does."""
+    def __init__(
+        self, model: ir.Model, captured: Captured, options: Options, device: torch.device, results: int
+    ) -> None:
+        """Takes what `plan_packed_variants` does, and how many results may have zeros in padding."""
         start = time.perf_counter()
-        self._captured, self._options = captured, options
+        self._captured, self._options, self._results = captured, options, results
         self._changes = Changes("pack_tokens")
         self._units: dict[bool, Compiled] = {}
         self.reports: dict[str, CompileReport] = {}
         self._model = with_graph(model, clone(model.graph)[0])
-        self.plan = self._where_it_pays(plan_packing(self._model.graph, self._changes), device)
+        self.plan = self._where_it_pays(plan_packing(self._model.graph, self._changes, results), device)
         if self.plan is not None:
             asked = with_graph(self._model, self.plan.questions())
             program = Program(single_part(asked), f"{asked.graph.name} padding", torch.device("cpu"))
@@ -104,7 +110,7 @@ class PackedVariants:
         report = replace(compiled.report, stages=stages, variants=self.reports)
         if self.plan is None:
             return replace(compiled, report=report)
-        run = self._runner(self.plan, compiled.run, module_name, rerun, compile_packed)
+        run = self._runner(self.plan, compiled, module_name, rerun, compile_packed)
         return replace(compiled, report=report, run=run)
 
     def _where_it_pays(self, plan: PackingPlan | None, device: torch.device) -> PackingPlan | None:
@@ -140,28 +146,47 @@ class PackedVariants:
         return StageReport("pack", self._took_ms, len(self._model.graph), applied, done.refused, (done,))
 
     def _runner(
-        self, plan: PackingPlan, dense: Callable[..., Any], module_name: str, rerun: Rerun, compile_packed: Compile
+        self, plan: PackingPlan, dense: Compiled, module_name: str, rerun: Rerun, compile_packed: Compile
     ) -> Callable[..., Any]:
         """Runs each batch packed or as `dense` does."""
         ask, units, places = self._question.ask, self._units, self._sources
+        results = plan.results()
+        reads = PaddingReads(results, self._captured.output.names, module_name)
 
         def run(*tensors: torch.Tensor) -> Any:
+            reads.update()
+            # A checkpoint around the module runs it again in backward, and by then `reads` may allow more.
+            if reads.refuted or (results and has_saved_tensors_hooks()):
+                return dense.run(*tensors)
             known = {name: tensors[index].size(axis) for name, index, axis in places}
             batch, steps = (sizes.evaluate(size, known) for size in (plan.batch, plan.steps))
             kept = ask(tensors, batch, steps)
             if kept is None:
-                return dense(*tensors)
+                return dense.run(*tensors)
+            if not reads.may_pack:
+                return watched(dense, tensors, kept, packed=False)
             unit = units.get(kept.causal)
             if unit is None:
                 unit = self._compile(tensors, kept, rerun, compile_packed)
-                LOG.info("%s: batches with padding run without it from now on", module_name)
-            return unit.run(*tensors, *kept.tensors())
+                LOG.info("%s: batches with padding run without it from now on%s", module_name, self._told(results))
+            given = (*tensors, *kept.tensors())
+            return watched(unit, given, kept, packed=True) if results else unit.run(*given)
+
+        def watched(unit: Compiled, tensors: Sequence[torch.Tensor], kept: Kept, packed: bool) -> Any:
+            found = unit.results(tensors)
+            reads.watch(found, kept.rows, packed)
+            return unit.output(found, tensors)
 
         return run
 
+    def _told(self, results: Collection[int]) -> str:
+        """What INFO says of the results that have zeros in padding."""
+        names = ", ".join(self._captured.output.names[index] for index in results)
+        return f"; the loss does not read the padding of {names}, which is zeros then" if names else ""
+
     def _compile(self, tensors: Sequence[torch.Tensor], kept: Kept, rerun: Rerun, compile_packed: Compile) -> Compiled:
         graph = clone(self._model.graph)[0]
-        plan = plan_packing(graph, Changes())
+        plan = plan_packing(graph, Changes(), self._results)
         assert plan is not None, "the same graph gives the same plan"
         plan.apply(kept.causal, self._fills)
         inputs = (*tensors, *kept.tensors())

@@ -127,7 +127,11 @@ class Question:
         """The rows that are read behind the packed nodes, bool [batch, steps]."""
         found = torch.zeros(batch, steps, dtype=torch.bool)
         for reader in self.readers:
-            if reader.kind == "slice":
+            if reader.kind == "result":
+                continue  # `_kept` has its rows
+            if reader.kind == "loss":
+                found |= (next(values) != reader.ignore_index).view(batch, steps)
+            elif reader.kind == "slice":
                 found[:, slice(*reader.steps)] = True
             elif reader.kind == "rows":
                 found.view(-1)[next(values)] = True
@@ -141,11 +145,15 @@ class Question:
         return found
 
     def _kept(self, seen: Sequence[Tensor], read: Tensor) -> Tensor:
-        """The rows that are read, and the columns that masks show to them or to the few queries of a sequence."""
+        """The rows that are read, and the columns that masks show to them or to the few queries of a sequence.
+
+        Of results, the user may read each row that is not padding: the columns that masks show to any row are kept.
+        """
         keeps = read
+        any_row = any(reader.kind == "result" for reader in self.readers)
         for mask, visible in zip(self.masks, seen, strict=True):
             rows = read[:, None, :, None] if visible.size(2) > 1 else read.any(1)[:, None, None, None]
-            shown = visible & rows if mask.packed else visible
+            shown = visible & rows if mask.packed and not any_row else visible
             keeps = keeps | shown.any(2).any(1)
         return keeps
 

@@ -147,8 +147,8 @@ class Options:
     skip_padding: str = _knob(
         "auto",
         one_of("auto", "always", "never"),
-        "skip padding tokens if their results are proven to be unused; 'auto': for batches of at least 512 tokens of "
-        "which at least 10 % are padding",
+        "skip padding tokens if their results are proven to be unused; outputs of the module have zeros there; 'auto': "
+        "for batches of at least 512 tokens of which at least 10 % are padding",
         None,
         OldName("ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER", auto_or_never),
         OldName("ONNXTRAIN_SKIP_PADDING"),

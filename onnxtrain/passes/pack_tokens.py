@@ -12,8 +12,12 @@ tokens in between, which is all that must be proven; the id of the padding token
     plan.apply(causal, fills)                 adds the graph inputs `rows` and `cu`, and `cu_filled` if needed
 
 A `Reader` uses some rows of the packed nodes' results: a slice of the sequence, selected rows, a product with a mask, a
-Where. In each batch the rows that it reads are kept, with the columns that attention shows to them; masks must hide
-exactly the other tokens, which `execute.packing` checks. A batch for which that fails runs unpacked.
+Where, a loss that ignores labels. In each batch the rows that it reads are kept, with the columns that attention shows
+to them; masks must hide exactly the other tokens, which `execute.packing` checks. A batch for which that fails runs
+unpacked.
+
+A result of the module that holds tokens has zeros in padding. All tokens that a mask shows to any other are kept then.
+Whether the user reads the padding of a result is not known here: `execute.padding_reads` finds out.
 """
 
 from __future__ import annotations
@@ -33,10 +37,12 @@ from onnxtrain.ops.attention.dense import ATTENTION, ATTENTION_DROPOUT
 from onnxtrain.ops.attention.flash import FLASH_ATTENTION
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import MUL
+from onnxtrain.ops.elementwise.copies import IDENTITY
 from onnxtrain.ops.elementwise.selection import WHERE
 from onnxtrain.ops.index.advanced_indexing import INDEX
 from onnxtrain.ops.index.gather import EMBEDDING, GATHER
 from onnxtrain.ops.index.unpadding import FLATTEN_AND_UNPAD
+from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
 from onnxtrain.ops.reshape.dims import expanded, inverse, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import arange, permutation_to_front
 from onnxtrain.ops.reshape.shape import reshaped
@@ -47,7 +53,7 @@ from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.passes.rowwise import Axes, NotRowwise, Rows
 from onnxtrain.passes.selected_rows import Plan, Region, Walk, compute_selected
-from onnxtrain.passes.skip_ignored_labels import TokenRows
+from onnxtrain.passes.skip_ignored_labels import TokenRows, loss_obstacle
 
 _ATTENTIONS = (ATTENTION, ATTENTION_DROPOUT, FLASH_ATTENTION)
 _HEAD_AXES = (0, 2)  # batch and steps of q, k, v and y
@@ -61,22 +67,24 @@ class Reader:
     Attributes:
         node: the node.
         index: the index of its input.
-        kind: how the rows are selected: "slice" of steps, "rows" by index, "positions" by sequence and step indices, or
-            "mask": where a mask is nonzero (zero if `negated`).
+        kind: how the rows are selected: "slice" of steps, "rows" by index, "positions" by sequence and step indices,
+            "mask": where a mask is nonzero (zero if `negated`), "loss": where a label is not `ignore_index`, or
+            "result": by the user of the module.
         rank: the rank of the input.
-        values: the row indices, the sequence and step indices, or the mask.
-        axes: the batch and step axes of the input.
+        values: the row indices, the sequence and step indices, the mask, or the labels.
+        axes: the axes of the input along which tokens are numbered.
         steps: start, end and step of a slice.
     """
 
     node: ir.Node
     index: int
-    kind: Literal["slice", "rows", "positions", "mask"]
+    kind: Literal["slice", "rows", "positions", "mask", "loss", "result"]
     rank: int
     axes: Axes
     values: tuple[ir.Value, ...] = ()
     steps: tuple[int, ...] = ()
     negated: bool = False
+    ignore_index: int = 0
 
 
 @dataclass
@@ -103,6 +111,11 @@ class PackingPlan:
     masks: list[Mask]
     readers: list[Reader]
 
+    def results(self) -> dict[int, Axes]:
+        """Return the outputs of the graph that have zeros in padding, with their batch and step axes."""
+        axes = {reader.node.outputs[0]: reader.axes for reader in self.readers if reader.kind == "result"}
+        return {index: axes[value] for index, value in enumerate(self.graph.outputs) if value in axes}
+
     def questions(self) -> ir.Graph:
         """Return a graph that computes the values of all masks, then the values of the readers."""
         masks = [m.value for m in self.masks if m.value is not None]
@@ -123,11 +136,15 @@ class PackingPlan:
         for node in self.few_queries:
             _attend_with_few_queries(op, node, selection, self.region)
         dims = (self.batch, self.steps)
+        losses = {reader.node for reader in self.readers if reader.kind == "loss"}
         for (node, index), (axes, padded_type) in read.items():
             value = node.inputs[index]
             assert value is not None
             if selection.count not in sizes.dims_of(value):
                 continue  # its producer does not run packed
+            if node in losses:
+                _select_labels(op, node, selection)
+                continue
             with nodes_before(op, node):
                 perm = permutation_to_front(rank_of(value), axes)
                 rows = squeezed(op, transposed(op, value, perm), 0)
@@ -147,15 +164,26 @@ def type_of_input(node: ir.Node, index: int) -> TensorType:
 # Finding what can be packed
 
 
-def plan_packing(graph: ir.Graph, changes: Changes) -> PackingPlan | None:
-    """Find the nodes that can run on packed tokens; None if there are none. Does not change `graph`."""
+def plan_packing(graph: ir.Graph, changes: Changes, results: int = 0) -> PackingPlan | None:
+    """Find the nodes that can run on packed tokens.
+
+    Args:
+        graph: the forward graph. Of its outputs that may have zeros in padding, each gets a node of its own.
+        changes: what the pass did and refused.
+        results: how many of the graph's outputs may have zeros in padding, from the first on.
+
+    Returns:
+        None if there are no such nodes.
+    """
     attentions = [node for node in graph if _hides_tokens(node)]
     embeddings = sorted(filter(_embeds_tokens, graph), key=lambda node: getattr(view(node), "padding_idx", -1) < 0)
     tokens = _padded_dims(graph, attentions, embeddings)
     if tokens is None:
         _refuse_eager_randomness(graph, changes)
         return None
-    finder = _Finder(graph, *tokens, attentions)
+    # Causality alone hides no token from all others: only a mask says which are padding.
+    masked = any(view(node).mask is not None for node in attentions)
+    finder = _Finder(graph, *tokens, attentions, num_results=results if masked else 0)
     finder.walk()
     for at, reason in finder.ends.items():
         if any(is_float(dtype_of(v)) for v in at.outputs):
@@ -236,9 +264,12 @@ class _Finder:
     readers: list[Reader] = field(default_factory=list)
     ends: dict[ir.Node, str] = field(default_factory=dict)
     refused: bool = False
+    num_results: int = 0
+    results: dict[ir.Node, Axes] = field(default_factory=dict)
     full_users: dict[ir.Value, str] = field(default_factory=dict)  # what `_user_of_all_rows` returned
 
     def walk(self) -> None:
+        self._separate_results()
         for node in reversed(self.graph):
             try:
                 if node in self.attentions:
@@ -255,6 +286,19 @@ class _Finder:
             if node not in self.rows.inside:
                 self._visit_reader(node)
         self.packed.reverse()
+
+    def _separate_results(self) -> None:
+        """Give each result that holds tokens a node of its own, which reads them from its producer."""
+        op = builder(self.graph)
+        for index, value in enumerate(self.graph.outputs[: self.num_results]):
+            axes, node = self._token_axes(value), value.producer()
+            if axes is None or node is None:
+                continue
+            if definition_of(node) is not IDENTITY or value.uses():
+                value = self.graph.outputs[index] = op.Identity(value)
+                node = value.producer()
+                assert node is not None
+            self.results[node] = axes
 
     def _visit_attention(self, node: ir.Node) -> None:
         n = view(node)
@@ -337,6 +381,10 @@ class _Finder:
 
     def _reader(self, node: ir.Node) -> Reader | None:
         n = view(node)
+        if node in self.results:
+            return Reader(node, 0, "result", rank_of(n.x), self.results[node])
+        if n.definition in (CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD):
+            return self._loss_reader(n)
         if n.definition in (SLICE, FLATTEN_AND_UNPAD, INDEX):
             axes = self._token_axes(n.x)
             return None if axes is None else _selecting_reader(n, axes)
@@ -356,6 +404,20 @@ class _Finder:
         if rank_of(mask) < 2 or not depends_on_data_only(mask):
             return None
         return Reader(node, index, "mask", rank_of(x), axes, (mask,), negated=negated)
+
+    def _loss_reader(self, n: NodeView) -> Reader | None:
+        """Return the reader of a loss of each token that ignores some labels."""
+        logits, labels, ignore_index = n.node.inputs[0], n.labels, constant_of(n.ignore_index)
+        if loss_obstacle(n) or ignore_index is None or not depends_on_data_only(labels):
+            return None
+        shape = sizes.dims_of(logits)
+        if rank_of(labels) == 1 and shape[0] == sizes.multiply(self.batch, self.steps):
+            axes: Axes = (0,)
+        elif rank_of(labels) == 2 and (shape[0], shape[2]) == (self.batch, self.steps):
+            axes = (0, 2)
+        else:
+            return None
+        return Reader(n.node, 0, "loss", rank_of(logits), axes, (labels,), ignore_index=int(ignore_index.item()))
 
     def _token_axes(self, value: ir.Value | None) -> Axes | None:
         """Return the batch and step axes of a value; None if it holds no tokens."""
@@ -397,6 +459,15 @@ def _slicing_reader(n: NodeView, tokens: Axes) -> Reader | None:
 
 
 # Packing
+
+
+def _select_labels(op: Builder, loss: ir.Node, selection: TokenRows) -> None:
+    """Give a loss of packed logits the labels of their tokens."""
+    n = view(loss)
+    with nodes_before(op, loss):
+        loss.replace_input_with(1, selection.select(op, n.labels, tuple(range(rank_of(n.labels)))))
+    for output, type_ in zip(loss.outputs, n.definition.output_types(loss), strict=True):
+        set_type(output, type_)
 
 
 @dataclass

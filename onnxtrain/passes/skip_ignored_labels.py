@@ -47,7 +47,7 @@ def skip_ignored_labels(graph: ir.Graph, changes: Changes) -> None:
         n = view(node)
         if n.definition not in (CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD):
             continue
-        reason = _obstacle(n)
+        reason = loss_obstacle(n)
         if reason:
             changes.refuse(node, reason)
             continue
@@ -58,8 +58,8 @@ def skip_ignored_labels(graph: ir.Graph, changes: Changes) -> None:
         _skip(op, n, changes)
 
 
-def _obstacle(n: NodeView) -> str:
-    """Return why a loss does not qualify; "" if it does."""
+def loss_obstacle(n: NodeView) -> str:
+    """Return why ignored tokens add something to a loss other than 0; "" if they do not."""
     if n.reduction == "none":
         return 'its loss is not reduced (reduction="none"): ignored tokens have one too'
     if n.ignore_index is None or n.ignore_index.const_value is None:

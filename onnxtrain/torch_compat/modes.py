@@ -189,7 +189,7 @@ def _top_saved_tensors_hooks() -> Any:
 has_saved_tensors_hooks = Internal[Callable[[], bool]](
     "has_saved_tensors_hooks",
     lambda: (_top_saved_tensors_hooks(), lambda: _top_saved_tensors_hooks() is not None)[1],
-    why="whether the user's hooks on saved tensors have to be held off from fake tensors",
+    why="whether hooks on saved tensors have to be held off from fake tensors; whether a checkpoint reruns the module",
     without=lambda: True,
-    cost="they are held off at every capture",
+    cost="they are held off at every capture; a module that returns token-level results runs with padding",
 ).get()

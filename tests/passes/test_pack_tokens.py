@@ -271,9 +271,7 @@ def test_a_row_that_sees_nothing_gives_zero_or_the_mean_of_all(
     assert decisions == [packed, True]
 
 
-@pytest.mark.parametrize(
-    ("head", "reason"), [("output", "keep_outputs"), ("all", "needs all rows"), ("mean", 'rng="torch"')]
-)
+@pytest.mark.parametrize(("head", "reason"), [("all", "needs all rows"), ("mean", 'rng="torch"')])
 def test_what_can_never_be_packed_has_a_reason(head: str, reason: str, tmp_path: Path, decisions: list[bool]) -> None:
     torch.manual_seed(0)
     eager_draws = head == "mean"

@@ -1,0 +1,110 @@
+"""Finds out whether the user reads the padding of a module's results.
+
+A packed program gives results [batch, steps, ..] zeros in padding, where eager has values. That is right where nobody
+reads them, as of the logits that a model returns beside its loss. A loss that does read them sends a gradient there:
+
+    no backward yet                      batches run with padding
+    no gradient in padding               from then on they run without
+    a gradient in padding, ever          from then on they run with padding
+
+Every backward is looked at. What a gradient tells is read at the next call, so that backward does not wait for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from onnxtrain.log import LOG
+from onnxtrain.ops.reshape.rows import permutation_to_front
+from onnxtrain.passes.rowwise import Axes
+
+
+class _Seen(NamedTuple):
+    """What one backward of a result told.
+
+    Attributes:
+        result: the index of the result.
+        packed: whether the program that computed it ran without padding.
+        reads_padding: whether any element of its gradient in padding is not 0.
+    """
+
+    result: int
+    packed: bool
+    reads_padding: torch.Tensor | bool
+
+
+class PaddingReads:
+    """Watches the gradients of the results of one module.
+
+    Attributes:
+        may_pack: whether a backward has shown of all results that nobody reads their padding.
+        refuted: whether one has shown the opposite.
+    """
+
+    def __init__(self, results: Mapping[int, Axes], names: Sequence[str], module_name: str) -> None:
+        """Watch `results`, given by their indices with their batch and step axes."""
+        self._results, self._names, self._module_name = results, names, module_name
+        self._seen: list[_Seen] = []
+        self._unread: set[int] = set()
+        self.refuted = False
+
+    @property
+    def may_pack(self) -> bool:
+        return self._unread == self._results.keys()
+
+    def update(self) -> None:
+        """Take into account the backwards since the last call."""
+        while self._seen:
+            seen = self._seen.pop(0)
+            if not bool(seen.reads_padding):
+                self._unread.add(seen.result)
+            elif not self.refuted:
+                self.refuted = True
+                self._report(seen)
+
+    def watch(self, results: Sequence[torch.Tensor], rows: torch.Tensor, packed: bool) -> None:
+        """Look at the gradients of `results` when they come; `rows` are the indices of the tokens that are kept."""
+        nodes: dict[torch.autograd.graph.Node, list[tuple[int, int]]] = {}
+        for index in self._results:
+            node = results[index].grad_fn
+            if node is None:
+                self.refuted = True
+                LOG.info("%s runs with padding: its result %s has no gradient that could tell whether its padding is "
+                         "read; keep_outputs can name the results that are used", self._module_name,
+                         self._names[index])  # fmt: skip
+                return
+            nodes.setdefault(node, []).append((index, results[index].output_nr))
+        for node, outputs in nodes.items():
+            node.register_prehook(partial(self._look, outputs, rows, packed))
+
+    def _look(
+        self,
+        outputs: Sequence[tuple[int, int]],
+        rows: torch.Tensor,
+        packed: bool,
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        for index, number in outputs:
+            gradient = gradients[number]
+            reads = gradient is not None and _any_in_padding(gradient.detach(), self._results[index], rows)
+            self._seen.append(_Seen(index, packed, reads))
+
+    def _report(self, seen: _Seen) -> None:
+        name = self._names[seen.result]
+        if seen.packed:
+            LOG.warning("%s: the loss reads the padding of the result %s, which was zeros in the last step and has "
+                        'eager\'s values from now on; skip_padding="never" gives them from the first step',
+                        self._module_name, name)  # fmt: skip
+        else:
+            LOG.info("%s runs with padding: the loss reads the padding of the result %s", self._module_name, name)
+
+
+def _any_in_padding(gradient: torch.Tensor, axes: Axes, rows: torch.Tensor) -> torch.Tensor:
+    """Whether any element outside `rows` of [batch, steps] is not 0: a bool []."""
+    by_token = gradient.permute(permutation_to_front(gradient.dim(), axes)).flatten(0, 1)
+    read = (by_token != 0).flatten(1).any(1) if by_token.dim() > 1 else by_token != 0
+    return read.index_fill(0, rows, False).any()

@@ -1,0 +1,249 @@
+"""Token-level results that a module returns: without padding where nobody reads theirs, zeros there."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from onnxtrain import ORTModule
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.passes.less_work import CLASSES
+from tests.passes.test_pack_models import llama
+from tests.passes.test_pack_tokens import FORMS, IGNORED, Encoder, MaskOf, batch_of, bool_mask, causal_mask
+
+RIGHT, LEFT, INSIDE = FORMS["right"], FORMS["left"], FORMS["inside"]
+
+
+class Tagger(Encoder):
+    """The scores of each token beside their loss.
+
+    Args:
+        form: how the loss reads the scores.
+    """
+
+    def __init__(self, form: str = "rows", mask_of: MaskOf = bool_mask) -> None:
+        super().__init__(mask_of)
+        self.form = form
+
+    def _read(self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.score(x)
+        if self.form == "rows":
+            loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+        elif self.form == "classes second":
+            loss = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="sum")
+        elif self.form == "weighted":
+            weight = torch.arange(1.0, 1 + CLASSES, dtype=logits.dtype)
+            loss = F.nll_loss(logits.log_softmax(-1).view(-1, CLASSES), labels.view(-1), weight)
+        else:
+            assert self.form == "each token"
+            loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), reduction="none").sum()
+        return {"loss": loss, "logits": logits, "hidden": x}
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def train(run: nn.Module, module: nn.Module, *batch: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The logits of a step, and its loss and gradients."""
+    module.zero_grad()
+    output = run(*batch)
+    output["loss"].backward()
+    return output["logits"].detach(), [output["loss"].detach(), *gradients(module)]
+
+
+def is_packed(wrapped: nn.Module, module: nn.Module, *batch: torch.Tensor) -> bool:
+    """Compare a step with eager's; return whether it ran without padding."""
+    real = batch[1].bool()
+    (logits, got), (eager_logits, eager) = train(wrapped, module, *batch), train(module, module, *batch)
+    dtype = next(module.parameters()).dtype
+    exact_logits, exact = train(module.double(), module, *batch)
+    module.to(dtype)
+    largest = max(t.nan_to_num().abs().max().item() for t in exact)
+    for index, (ours, theirs, right) in enumerate(zip(got, eager, exact, strict=True)):
+        assert_no_worse_than_eager(f"result {index}", ours, theirs, right, largest)
+    assert_no_worse_than_eager("logits", logits[real], eager_logits[real], exact_logits[real])
+    zeros = not logits[~real].any()
+    if not zeros:
+        assert_no_worse_than_eager("padding", logits, eager_logits, exact_logits)
+    return zeros
+
+
+@pytest.mark.parametrize(
+    ("form", "packs"), [("rows", True), ("classes second", True), ("weighted", True), ("each token", False)]
+)
+def test_scores_beside_their_loss_are_zero_in_padding_from_the_second_step_on(form: str, packs: bool) -> None:
+    torch.manual_seed(0)
+    module = Tagger(form)
+    wrapped = ORTModule(module, skip_padding="always")
+    steps = [is_packed(wrapped, module, *batch_of(FORMS[each])) for each in ("right", "left", "inside", "an empty row")]
+    assert steps == [False, packs, packs, packs]
+
+
+def test_labels_on_padding_keep_it() -> None:
+    torch.manual_seed(0)
+    module = Tagger()
+    wrapped = ORTModule(module, skip_padding="always")
+    batches = [batch_of(RIGHT), batch_of(RIGHT, 1, labels_on_padding=True), batch_of(LEFT)]
+    assert [is_packed(wrapped, module, *batch) for batch in batches] == [False, False, True]
+
+
+def test_a_sequence_without_labels_keeps_its_real_tokens() -> None:
+    torch.manual_seed(0)
+    module = Tagger()
+    wrapped = ORTModule(module, skip_padding="always")
+    words, mask, labels = batch_of(RIGHT)
+    labels[1] = IGNORED
+    assert [is_packed(wrapped, module, words, mask, labels) for _ in range(2)] == [False, True]
+
+
+def test_a_causal_mask() -> None:
+    torch.manual_seed(0)
+    module = Tagger(mask_of=causal_mask)
+    wrapped = ORTModule(module, skip_padding="always")
+    assert [is_packed(wrapped, module, *batch_of(form)) for form in (RIGHT, RIGHT, INSIDE)] == [False, True, True]
+
+
+# A loss of the user's own
+
+
+def test_a_loss_that_leaves_padding_out_is_packed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "onnxtrain")
+    torch.manual_seed(0)
+    module = Encoder(bool_mask, head="output")
+    wrapped = ORTModule(module, skip_padding="always")
+    words, mask, labels = batch_of(RIGHT)
+    for step in range(3):
+        grads, hidden = [], []
+        for run in (wrapped, module):
+            module.zero_grad()
+            _, x = run(words, mask, labels)
+            (x * mask[..., None]).sum(1).square().mean().backward()
+            grads.append(gradients(module))
+            hidden.append(x.detach())
+        torch.testing.assert_close(*grads)
+        assert bool(hidden[0][mask == 0].any()) == (step == 0)
+    assert "the loss does not read the padding of" in caplog.text
+
+
+def test_a_loss_that_reads_padding_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "onnxtrain")
+    torch.manual_seed(0)
+    module = Encoder(bool_mask, head="output")
+    wrapped = ORTModule(module, skip_padding="always")
+    batch = batch_of(RIGHT)
+    for _ in range(3):
+        grads = []
+        for run in (wrapped, module):
+            module.zero_grad()
+            run(*batch)[1].mean(1).square().sum().backward()
+            grads.append(gradients(module))
+        torch.testing.assert_close(*grads)
+    assert caplog.text.count("runs with padding: the loss reads the padding of the result") == 1
+    assert list(wrapped.report().variants) == []
+
+
+def test_a_loss_that_reads_padding_later_is_warned_of_and_padding_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    module = Encoder(bool_mask, head="output")
+    wrapped = ORTModule(module, skip_padding="always")
+    batch = batch_of(RIGHT)
+    padding = batch[1] == 0
+    for _ in range(2):
+        wrapped(*batch)[0].backward()
+    assert not caplog.records
+    wrapped(*batch)[1].mean(1).square().sum().backward()
+    x = wrapped(*batch)[1]
+    (warning,) = caplog.messages
+    assert 'skip_padding="never"' in warning
+    torch.testing.assert_close(x, module(*batch)[1])
+    assert x[padding].any()
+
+
+def test_a_result_without_a_gradient_keeps_padding(caplog: pytest.LogCaptureFixture) -> None:
+    class Detached(Encoder):
+        def _read(self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+            return super()._read(x, mask, labels)[0], x.detach()
+
+    caplog.set_level(logging.INFO, "onnxtrain")
+    module = Detached(bool_mask, head="output")
+    wrapped = ORTModule(module, skip_padding="always")
+    batch = batch_of(RIGHT)
+    for _ in range(2):
+        loss, x = wrapped(*batch)
+        loss.backward()
+        torch.testing.assert_close(x, module(*batch)[1])
+    assert "has no gradient that could tell" in caplog.text
+
+
+def test_evaluation_keeps_padding() -> None:
+    module = Encoder(bool_mask, head="output").eval()
+    wrapped = ORTModule(module, skip_padding="always")
+    batch = batch_of(RIGHT)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(wrapped(*batch), module(*batch))
+
+
+def test_causality_alone_says_nothing_about_padding() -> None:
+    module = Tagger(mask_of=lambda x, mask: torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril())
+    wrapped = ORTModule(module, skip_padding="always")
+    assert [is_packed(wrapped, module, *batch_of(RIGHT)) for _ in range(2)] == [False, False]
+
+
+def test_a_checkpoint_around_the_module_reruns_the_same_program() -> None:
+    torch.manual_seed(0)
+    module = Encoder(bool_mask, head="output")
+    wrapped = ORTModule(module, skip_padding="always")
+    words, mask, labels = batch_of(RIGHT)
+    outputs = [checkpoint(wrapped, words, mask, labels, use_reentrant=False) for _ in range(3)]
+    for loss, _ in outputs:
+        loss.backward()
+    torch.testing.assert_close(outputs[0], wrapped(words, mask, labels))
+
+
+# Models of Hugging Face, as users call them
+
+
+def bert() -> tuple[nn.Module, int]:
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config), 50
+
+
+def causal() -> tuple[nn.Module, int]:
+    model = llama()
+    model.config.use_cache = True  # as by default: keys and values of all layers are results too
+    return model, 50
+
+
+@pytest.mark.parametrize("make", [bert, causal])
+def test_models_need_no_option(make: Any) -> None:
+    torch.manual_seed(0)
+    module, vocabulary = make()
+    wrapped = ORTModule(module.train())
+    for seed in range(3):
+        torch.manual_seed(seed)
+        mask = (torch.arange(40) < torch.randint(5, 30, (16, 1))).long()  # 43 % are real
+        words = torch.randint(3, vocabulary, mask.shape) * mask
+        labels = words.masked_fill((torch.rand(mask.shape) < 0.7) | (mask == 0), IGNORED)
+        found = []
+        for run in (wrapped, module):
+            module.zero_grad()
+            output = run(words, mask, labels=labels)
+            output.loss.backward()
+            found.append((output.loss.detach(), output.logits.detach(), gradients(module)))
+        (loss, logits, grads), (eager_loss, eager_logits, eager_grads) = found
+        torch.testing.assert_close((loss, grads), (eager_loss, eager_grads))
+        torch.testing.assert_close(logits[mask == 1], eager_logits[mask == 1])
+        assert bool(logits[mask == 0].any()) == (seed == 0)
+    assert list(wrapped.report().variants) != []
