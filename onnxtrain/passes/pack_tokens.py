@@ -408,7 +408,7 @@ class _Finder:
     def _loss_reader(self, n: NodeView) -> Reader | None:
         """Return the reader of a loss of each token that ignores some labels."""
         logits, labels, ignore_index = n.node.inputs[0], n.labels, constant_of(n.ignore_index)
-        if loss_obstacle(n) or ignore_index is None or not depends_on_data_only(labels):
+        if logits is None or loss_obstacle(n) or ignore_index is None or not depends_on_data_only(labels):
             return None
         shape = sizes.dims_of(logits)
         if rank_of(labels) == 1 and shape[0] == sizes.multiply(self.batch, self.steps):
