@@ -196,9 +196,9 @@ class _Writer:
         if not self._learn and zero.size == 1:
             held = self._constant(f"{stem}/zero_point", zero.reshape(()))
             return self._fake_quant(rounding, x, rounding.scale, held, low, high)
-        # round(x · (1/s)) · s has PyTorch's gradient of x, and the gradient of a learned scale s.
+        # round(x / s) · s has PyTorch's gradient of x, and the gradient of a learned scale s.
         scale = self._beside(rounding)
-        levels = self._node(rounding, ONNX, "Mul", x, self._node(rounding, ONNX, "Reciprocal", scale))
+        levels = self._node(rounding, ONNX, "Div", x, scale)
         one = self._constant(f"{stem}/one", np.float32(1))
         if (zero == zero.flat[0]).all():
             held = self._constant(f"{stem}/zero_point", zero.flat[0])
@@ -251,8 +251,9 @@ class _Writer:
     def _fake_quant(
         self, rounding: Rounding, x: ir.Value, scale: ir.Value, zero_point: ir.Value, low: int, high: int
     ) -> ir.Value:
-        limits = [ir.AttrInt64("quant_min", low), ir.AttrInt64("quant_max", high)]
-        return self._node(rounding, MICROSOFT, "FakeQuant", x, scale, zero_point, attributes=limits)
+        values = {"quant_min": low, "quant_max": high, "divide": 1}  # divide: as QuantizeLinear does
+        attributes = [ir.AttrInt64(name, value) for name, value in values.items()]
+        return self._node(rounding, MICROSOFT, "FakeQuant", x, scale, zero_point, attributes=attributes)
 
     def _node(
         self, rounding: Rounding, domain: str, op_type: str, *inputs: ir.Value, attributes: Sequence[ir.Attr] = ()
@@ -353,7 +354,7 @@ class _Integers:
                 todo = "quantize the model without integer biases: extra_options={'QuantizeBias': False}"
                 raise ArtifactError("A bias does not fit into 32 bits.", str(rounding.source.name), todo=todo)
         else:
-            levels = np.clip(np.round(value * (np.float32(1) / scale)) + zero, low, high)
+            levels = np.clip(np.round(value / scale) + zero, low, high)
         integers: npt.NDArray[Any] = levels.astype(rounding.dtype.numpy())
         return integers
 

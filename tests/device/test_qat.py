@@ -346,8 +346,8 @@ def pair(x: str, y: str, scale: str, zero: str, axis: int = 1) -> list[onnx.Node
     ]
 
 
-def small(scale: np.ndarray, zero: np.ndarray, axis: int = 1, *, halfway: bool = False) -> onnx.ModelProto:
-    """A rounded x times a rounded weight, with levels halfway between two or not."""
+def small(scale: np.ndarray, zero: np.ndarray, axis: int = 1) -> onnx.ModelProto:
+    """A rounded x times a rounded weight; some weights are ties between two levels."""
     weights = {
         "w": np.random.default_rng(1).standard_normal((6, 4)).astype(np.float32),
         "w_scale": scale,
@@ -356,8 +356,7 @@ def small(scale: np.ndarray, zero: np.ndarray, axis: int = 1, *, halfway: bool =
         "x_zero": np.uint8(100),
     }
     weights["w"][0] = 0.0
-    if halfway:
-        weights["w"][1] = scale * 2.5
+    weights["w"][1] = scale * 2.5
     nodes = [
         *pair("x", "x_rounded", "x_scale", "x_zero"),
         *pair("w", "w_rounded", "w_scale", "w_zero", axis),
@@ -374,14 +373,22 @@ CASES = {
 }
 
 
+def fake_quantize_by_torch(
+    x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, limits: tuple[int, int]
+) -> torch.Tensor:
+    """Round x per tensor or along axis 1, with levels of x / scale as QuantizeLinear computes them."""
+    ones = torch.ones_like(scale)
+    if scale.numel() == 1:
+        return torch.fake_quantize_per_tensor_affine(x / scale, ones, zero.int(), *limits) * scale
+    return torch.fake_quantize_per_channel_affine(x / scale, ones, zero.int(), 1, *limits) * scale
+
+
 @pytest.mark.parametrize("learn_scales", [False, True])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("portable", [False, True])
 def test_gradients_are_those_of_torch(case: str, learn_scales: bool, portable: bool, tmp_path: Path) -> None:
     scale, zero = CASES[case]
-    # PyTorch's gradient of a learned scale rounds level and zero point in one, its forward does not: a level halfway
-    # falls to another side where the zero point is odd.
-    model = small(scale, zero, halfway=not learn_scales)
+    model = small(scale, zero)
     prepared = fake_quantize(model, learn_scales=learn_scales)
     assert prepared.parameters == ("w",)
     names = ["w", *prepared.scales]
@@ -401,18 +408,10 @@ def test_gradients_are_those_of_torch(case: str, learn_scales: bool, portable: b
     limits = np.iinfo(zero.dtype)
     w = torch.tensor(initializers(model)["w"], requires_grad=True)
     s = torch.from_numpy(np.atleast_1d(scale)).requires_grad_()
-    z = torch.from_numpy(np.atleast_1d(zero).astype(np.float32)).requires_grad_()
-    x_scale, x_zero = torch.tensor([0.02], requires_grad=True), torch.tensor([100.0], requires_grad=True)
-    tensor = torch._fake_quantize_learnable_per_tensor_affine
-    channel = torch._fake_quantize_learnable_per_channel_affine
-    rounded_x = tensor(torch.from_numpy(x), x_scale, x_zero, 0, 255, 1.0)
-    if s.numel() == 1:
-        rounded = tensor(w, s, z, limits.min, limits.max, 1.0)
-        plain = torch.fake_quantize_per_tensor_affine(w, float(s.detach()), int(z.detach()), limits.min, limits.max)
-    else:
-        rounded = channel(w, s, z, 1, limits.min, limits.max, 1.0)
-        plain = torch.fake_quantize_per_channel_affine(w, s.detach(), z.detach().int(), 1, limits.min, limits.max)
-    assert torch.equal(plain, rounded)
+    z = torch.from_numpy(np.atleast_1d(zero).astype(np.int32))
+    x_scale = torch.tensor([0.02], requires_grad=True)
+    rounded_x = fake_quantize_by_torch(torch.from_numpy(x), x_scale, torch.tensor([100]), (0, 255))
+    rounded = fake_quantize_by_torch(w, s, z, (limits.min, limits.max))
     expected = nn.functional.mse_loss(rounded_x @ rounded, torch.from_numpy(target))
     expected.backward()
     np.testing.assert_allclose(loss, expected.item(), rtol=1e-6)
@@ -441,11 +440,8 @@ def test_a_quantized_file_trains_as_a_module(case: str, tmp_path: Path) -> None:
     w = module.get_parameter("w").detach().clone().requires_grad_()
     limits = (0, 255) if zero.dtype == np.uint8 else (-128, 127)
     scales, zeros = torch.from_numpy(scale.reshape(-1)), torch.from_numpy(zero.reshape(-1).astype(np.int32))
-    if len(scales) > 1:
-        rounded = torch.fake_quantize_per_channel_affine(w, scales, zeros, 1, *limits)
-    else:
-        rounded = torch.fake_quantize_per_tensor_affine(w, scales, zeros, *limits)
-    quantized = torch.fake_quantize_per_tensor_affine(x, 0.02, 100, 0, 255)
+    rounded = fake_quantize_by_torch(w, scales, zeros, limits)
+    quantized = fake_quantize_by_torch(x, torch.tensor([0.02]), torch.tensor([100]), (0, 255))
     results = []
     for dtype in (torch.float32, torch.float64):
         y = quantized.to(dtype) @ rounded.to(dtype)
@@ -459,6 +455,44 @@ def test_a_quantized_file_trains_as_a_module(case: str, tmp_path: Path) -> None:
         for what, got, eager, exact in zip(("y", "dx", "dw"), found, *results, strict=True):
             assert_no_worse_than_eager(what, got, eager, exact)
     assert not model.report().refused
+
+
+SCALES = {
+    "tensor": (np.float32(0.3), np.int8(3)),
+    "channel": (np.array([0.3, 0.7, 0.003, 0.013], np.float32), np.zeros(4, np.int8)),
+    "channel, zero points": (np.array([0.3, 0.7, 0.003, 0.013], np.float32), np.array([0, 7, 128, 255], np.uint8)),
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_ties_round_as_quantize_linear_rounds_them(case: str, tmp_path: Path) -> None:
+    """For each weight one of w / scale and w * (1 / scale) is a tie between two levels, the other is not."""
+    scale, zero = SCALES[case]
+    ties = (np.arange(-8, 8, dtype=np.float32) + 0.5)[:, None] * np.broadcast_to(scale, 4)
+    neighbours = [np.nextafter(ties, np.float32(end)) for end in (-np.inf, np.inf)]
+    w = np.concatenate([ties, *neighbours]).astype(np.float32)
+    w[np.round(w / scale) == np.round(w * (np.float32(1) / scale))] = 0
+    assert (w != 0).any(0).all()
+    nodes = [*pair("w", "w_rounded", "scale", "zero"), node("MatMul", ["x", "w_rounded"], ["y"])]
+    model = by_hand(nodes, {"w": w, "scale": scale, "zero": zero}, ["n", len(w)])
+    x = np.eye(len(w), dtype=np.float32)
+    unfused = ort.SessionOptions()  # a fused matmul of dequantized weights accumulates in another order
+    unfused.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    (expected,) = ort.InferenceSession(model.SerializeToString(), unfused).run(None, {"x": x})
+
+    onnx.save(model, tmp_path / "m.onnx")
+    module = OnnxModule.load(tmp_path / "m.onnx")
+    for run in (module, ORTModule(module)):
+        assert np.array_equal(run(torch.from_numpy(x)).detach().numpy(), expected)
+    for learn_scales in (False, True):
+        folder = tmp_path / f"{learn_scales=}"
+        prepared = fake_quantize(model, learn_scales=learn_scales)
+        names = ["w", *prepared.scales]
+        generate_artifacts(prepared.model, requires_grad=names, loss=LossType.MSELoss, artifact_directory=folder)
+        assert Stock(folder).step(x, expected)[0] == 0
+        trained = quantize_trained(model, CheckpointState.load_checkpoint(folder / "checkpoint"))
+        (y,) = ort.InferenceSession(trained.SerializeToString(), unfused).run(None, {"x": x})
+        assert np.array_equal(y, expected)
 
 
 @pytest.mark.parametrize("case", CASES)

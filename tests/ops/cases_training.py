@@ -359,6 +359,11 @@ MATRICES = [
 LEVELS = Spec("b s h", low=-3, high=3)
 
 
+def fake_quant_by_division(x: Any, scale: Any, zero: Any) -> Any:
+    y, mask = fake_quant(x / scale, torch.ones_like(scale), zero)
+    return y * scale, mask
+
+
 def fake_quant(x: Any, scale: Any, zero: Any) -> Any:
     if x.dtype == torch.float32 and scale.dim() == 0:
         y = torch.fake_quantize_per_tensor_affine(x, float(scale), int(zero), 0, 15)
@@ -385,6 +390,14 @@ QUANTIZED = [
         fake_quant,
         {"quant_min": 0, "quant_max": 15},
         label="by channel",
+    ),
+    OpCase(
+        MICROSOFT,
+        "FakeQuant",
+        (LEVELS, Spec("", value=0.3, grad=False), ZERO),
+        fake_quant_by_division,
+        {"quant_min": 0, "quant_max": 15, "divide": 1},
+        label="by division",
     ),
     OpCase(MICROSOFT, "FakeQuantGrad", (Spec("b s h"), Spec("b s h", "bool")), lambda dy, mask: dy * mask),
     OpCase(
