@@ -1,4 +1,4 @@
-"""4-bit weights, against bitsandbytes' formulas written out for single elements."""
+"""MatMulBnb4 against the formulas of bitsandbytes, written out per element."""
 
 from typing import Any
 
@@ -10,12 +10,11 @@ from onnxtrain.testing import OpCase, Spec
 
 
 def weight(b: Any, scale: Any, n: int, k: int, block: int, quant_type: int) -> Any:
-    """W[n, k], element by element."""
-    packed = b.reshape(-1).tolist()  # 130 times 65 elements of a tensor would take 70 ms
+    """Dequantize W[n, k] element by element."""
+    packed = b.reshape(-1).tolist()  # reading 130 * 65 elements of a tensor would take 70 ms
     levels = [LEVELS[quant_type][packed[i // 2] // 16 if i % 2 == 0 else packed[i // 2] % 16] for i in range(n * k)]
-    found = torch.tensor(levels)
-    found *= scale[torch.tensor([i // block for i in range(n * k)])]
-    return found.view(n, k)
+    w = torch.tensor(levels) * scale[torch.tensor([i // block for i in range(n * k)])]
+    return w.view(n, k)
 
 
 def case(n: int, k: int, block: int, quant_type: int, trans: int, nested: bool = False, label: str = "") -> OpCase:
@@ -49,12 +48,12 @@ def case(n: int, k: int, block: int, quant_type: int, trans: int, nested: bool =
 
 
 CASES = [
-    *(case(6, 64, 32, quant_type, trans) for quant_type in (0, 1) for trans in (0, 1)),  # bitsandbytes takes these
+    *(case(6, 64, 32, quant_type, trans) for quant_type in (0, 1) for trans in (0, 1)),  # supported by bitsandbytes
     case(5, 64, 64, 1, 0, nested=True),
     *(case(6, 16, 32, quant_type, trans) for quant_type in (0, 1) for trans in (0, 1)),
-    case(3, 7, 16, 1, 1),  # an odd number of elements, and a block that is not full
+    case(3, 7, 16, 1, 1),  # an odd number of elements, and a partial block
     case(3, 7, 16, 0, 0),
-    case(8, 8, 64, 1, 0),  # a square weight: a kernel that forgets transB gives other numbers
+    case(8, 8, 64, 1, 0),  # a square weight: a kernel that ignores transB fails
     case(4, 16, 32, 1, 1, nested=True),
     case(3, 7, 16, 0, 0, nested=True),
     case(130, 65, 32, 1, 1, nested=True),  # 265 blocks: two scales of scales

@@ -1,4 +1,4 @@
-"""4-bit weights: bitsandbytes' kernels and stock onnxruntime's own against ours."""
+"""MatMulBnb4: the kernels of bitsandbytes and stock onnxruntime against ours."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ import pytest
 import torch
 
 from onnxtrain.ops import lookup, view
-from onnxtrain.ops.quantization.four_bit_matmul import LEVELS, TYPES, bnb_product, bnb_product_back, product
+from onnxtrain.ops.quantization.four_bit_matmul import (
+    LEVELS,
+    TYPES,
+    bnb_matmul,
+    bnb_matmul_transposed,
+    dequantize_and_matmul,
+)
 from onnxtrain.testing import CaseCheck, run_model
 from tests.ops.cases_four_bit import CASES, case
 
 
 @pytest.mark.parametrize("quant_type", [0, 1])
-def test_stock_onnxruntime_runs_it_natively(quant_type: int) -> None:
-    """The attributes for which `ort_compatible` says so. K is a multiple of the block, as onnxruntime wants it."""
+def test_kernel_of_stock_onnxruntime_computes_the_same(quant_type: int) -> None:
+    """With attributes that `ort_compatible` accepts. K is a multiple of the block size, as onnxruntime requires."""
     check = CaseCheck(case(24, 32, 32, quant_type, 1), torch.float32)
     node = check.model.graph[0]
     assert check.definition.ort_compatible(view(node))
-    known = next(iter(check.case.size_sets()))
-    tensors = check.tensors(known)
-    eager, exact = (check.reference(tensors, known, dtype) for dtype in (torch.float32, torch.float64))
+    sizes = next(iter(check.case.size_sets()))
+    tensors = check.tensors(sizes)
+    eager, exact = (check.reference(tensors, sizes, dtype) for dtype in (torch.float32, torch.float64))
     check._compare("native", run_model(check.model, tensors), eager.outputs, exact.outputs)
 
 
-def test_what_onnxruntime_computes_otherwise_is_not_native() -> None:
+def test_attributes_that_onnxruntime_lacks_are_not_ort_compatible() -> None:
     definition = lookup("com.microsoft", "MatMulBnb4")
-    for each in CASES:
-        check = CaseCheck(each, torch.float32)
-        allowed = definition.ort_compatible(view(check.model.graph[0]))
-        assert allowed == (each.attributes["transB"] == 1 and "nested" not in each.label)
+    for op_case in CASES:
+        check = CaseCheck(op_case, torch.float32)
+        compatible = definition.ort_compatible(view(check.model.graph[0]))
+        assert compatible == (op_case.attributes["transB"] == 1 and "nested" not in op_case.label)
 
 
 def arguments(nested: bool, n: int = 48, k: int = 32, block: int = 32) -> tuple[Any, ...]:
@@ -47,14 +53,14 @@ def arguments(nested: bool, n: int = 48, k: int = 32, block: int = 32) -> tuple[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", [0, 1])
-def test_kernels_of_bitsandbytes_compute_the_same(quant_type: int, nested: bool, dtype: torch.dtype) -> None:
+def test_kernels_of_bitsandbytes_compute_the_same_bits(quant_type: int, nested: bool, dtype: torch.dtype) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
     b, absmax, levels, code, offset, shape, block = arguments(nested)
-    settings = (shape, block, quant_type)
-    for trans_b, kernel in ((1, bnb_product), (0, bnb_product_back)):
+    layout = (shape, block, quant_type)
+    for trans_b, kernel in ((1, bnb_matmul_transposed), (0, bnb_matmul)):
         a = torch.randn(5, shape[1] if trans_b else shape[0]).to(dtype)
-        ours = product(a, b, (absmax, levels, code, offset), settings, trans_b)
-        theirs = kernel(a, b, absmax, (levels, code, offset), settings)
+        ours = dequantize_and_matmul(a, b, (absmax, levels, code, offset), layout, trans_b)
+        theirs = kernel(a, b, absmax, (levels, code, offset), layout)
         assert torch.equal(ours, theirs)
 
 
@@ -64,11 +70,10 @@ def test_levels_are_those_of_bitsandbytes() -> None:
         assert torch.equal(torch.tensor(LEVELS[quant_type]), functional.get_4bit_type(name, device="cpu"))
 
 
-def test_half_precision_is_that_of_the_weight_in_float32() -> None:
-    """The weight is made in float32 and rounded once."""
+def test_weight_is_dequantized_in_float32_and_rounded_once() -> None:
     b, absmax, _, _, _, shape, block = arguments(False)
     a = torch.randn(3, shape[1], dtype=torch.bfloat16)
     eye = torch.eye(shape[1])
-    weight = product(eye, b, (absmax, None, None, None), (shape, block, 1), 1).T
+    weight = dequantize_and_matmul(eye, b, (absmax, None, None, None), (shape, block, 1), 1).T
     expected = a @ weight.bfloat16().T
-    assert torch.equal(product(a, b, (absmax, None, None, None), (shape, block, 1), 1), expected)
+    assert torch.equal(dequantize_and_matmul(a, b, (absmax, None, None, None), (shape, block, 1), 1), expected)

@@ -1,15 +1,16 @@
-"""Products with a weight of 4 bits per element, as QLoRA trains around it: the weight itself is frozen.
+"""Matmul with a frozen 4-bit weight, as in QLoRA.
 
     MatMulBnb4(a[..., K], b, absmax) -> y[..., N]                transB=1: a @ W^T, with W[N, K]
-    MatMulBnb4(a[..., N], b, absmax) -> y[..., K]                transB=0: a @ W, which is the gradient of the former
+    MatMulBnb4(a[..., N], b, absmax) -> y[..., K]                transB=0: a @ W, the gradient of the former
 
-W is in b two elements a byte, the first of them in the upper half: the numbers of levels between -1 and 1 (`quant_type`
-0: FP4, 1: NF4), which absmax scales for each block of `block_size` elements. Attributes and first inputs are those of
-ONNX Runtime. Further inputs hold a scale that is itself quantized ("double quantization"), by blocks of 256:
+b packs two elements of W into a byte, the first in the upper half. Each is the index of a level between -1 and 1
+(`quant_type` 0: FP4, 1: NF4); absmax scales each block of `block_size` elements. Attributes and the first inputs are
+those of ONNX Runtime. The other inputs hold scales that are themselves quantized ("double quantization") in blocks of
+256:
 
     scale[i] = absmax_code[absmax_8bit[i]] * absmax[i // 256] + absmax_offset
 
-W stands in memory only while a product is computed: backward makes it again from b.
+W is in memory only during a matmul: backward dequantizes it again.
 
 Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314. The layout is that of bitsandbytes.
 """
@@ -33,7 +34,7 @@ from onnxtrain.ops.registry import define
 Tensor = torch.Tensor
 
 TYPES = ("fp4", "nf4")  # by quant_type
-# FP4 has a sign, two bits of exponent and one of mantissa; NF4 the quantiles of a normal distribution.
+# FP4 has a sign, two exponent bits and one mantissa bit; NF4 has quantiles of the normal distribution.
 _FP4 = tuple(x / 12 for x in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -42,8 +43,8 @@ _NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 LEVELS = ((*_FP4, *(-x for x in _FP4)), _NF4)  # by quant_type
-NESTED_BLOCK = 256  # scales that share one scale, where they are quantized themselves
-_BNB_BLOCKS = frozenset(2**i for i in range(5, 13))  # block sizes that bitsandbytes' own kernels take
+NESTED_BLOCK = 256  # quantized scales that share one scale
+_BNB_BLOCKS = frozenset(2**i for i in range(5, 13))  # block sizes that the kernels of bitsandbytes support
 _BNB_TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
@@ -54,56 +55,61 @@ def _blocks(n: NodeView) -> int:
 
 def _types(n: NodeView) -> tuple[TensorType]:
     if n.quant_type not in (0, 1):
-        raise GraphError("the type of 4-bit weights", expected="quant_type 0 (FP4) or 1 (NF4)", got=n.quant_type)
+        raise GraphError("MatMulBnb4: unknown quant_type", expected="0 (FP4) or 1 (NF4)", got=n.quant_type)
     if n.block_size < 16 or n.block_size & (n.block_size - 1):
-        raise GraphError("the blocks of 4-bit weights", expected="a power of 2 from 16", got=n.block_size)
+        raise GraphError("MatMulBnb4: unsupported block_size", expected="a power of 2, at least 16", got=n.block_size)
     *outer, inner = sizes.dims_of(n.a)
-    taken, given = (n.K, n.N) if n.transB else (n.N, n.K)
-    if isinstance(inner, int) and inner != taken:
-        raise GraphError("MatMulBnb4 multiplies rows of another length", expected=taken, got=inner)
-    return (TensorType(dtype_of(n.a), (*outer, given)),)
+    input_size, output_size = (n.K, n.N) if n.transB else (n.N, n.K)
+    if isinstance(inner, int) and inner != input_size:
+        raise GraphError(
+            "MatMulBnb4: the last dimension of a does not match the weight",
+            expected=f"{input_size}, of N={n.N}, K={n.K}, transB={n.transB}",
+            got=inner,
+        )
+    return (TensorType(dtype_of(n.a), (*outer, output_size)),)
 
 
 # Body
 
 
-def _each(op: Builder, scale: ir.Value, blocks: int, block: int, count: int) -> ir.Value:
-    """One scale per block as one per element."""
-    spread = op.Expand(reshaped(op, scale, [blocks, 1]), op.sizes([blocks, block]))
-    return _first(op, reshaped(op, spread, [blocks * block]), blocks * block, count)
+def _scale_per_element(op: Builder, scale: ir.Value, blocks: int, block: int, count: int) -> ir.Value:
+    """Repeat the scale of each block for its elements, `count` in all."""
+    repeated = op.Expand(reshaped(op, scale, [blocks, 1]), op.sizes([blocks, block]))
+    return _head(op, reshaped(op, repeated, [blocks * block]), blocks * block, count)
 
 
-def _first(op: Builder, vector: ir.Value, length: int, count: int) -> ir.Value:
+def _head(op: Builder, vector: ir.Value, length: int, count: int) -> ir.Value:
+    """Return the first `count` elements of a vector."""
     if length == count:
         return vector
-    ends = (int64_vector(op, [number]) for number in (0, count, 0))
-    result: ir.Value = op.Slice(vector, *ends)
+    start, end, axis = (int64_vector(op, [bound]) for bound in (0, count, 0))
+    result: ir.Value = op.Slice(vector, start, end, axis)
     return result
 
 
 def _scale_body(op: Builder, n: NodeView) -> ir.Value:
-    """The scale of each block of the weight."""
+    """Return the scale of each block of the weight."""
     if n.absmax_8bit is None:
         absmax: ir.Value = n.absmax
         return absmax
     blocks = _blocks(n)
-    coarse = _each(op, n.absmax, -(-blocks // NESTED_BLOCK), NESTED_BLOCK, blocks)
+    coarse = _scale_per_element(op, n.absmax, -(-blocks // NESTED_BLOCK), NESTED_BLOCK, blocks)
     level = op.Gather(n.absmax_code, op.Cast(reshaped(op, n.absmax_8bit, [blocks]), to=ir.DataType.INT64))
     result: ir.Value = op.Add(op.Mul(level, coarse), reshaped(op, n.absmax_offset, ()))
     return result
 
 
 def _weight_body(op: Builder, n: NodeView) -> ir.Value:
-    """W[N, K] in a's type."""
+    """Dequantize W[N, K] to a's type."""
     count = n.N * n.K
     length = (count + 1) // 2
     packed = reshaped(op, n.b, [length, 1])
     uint8 = ir.DataType.UINT8
     upper = op.BitShift(packed, op.scalar(4, uint8), direction="RIGHT")
     pairs = op.Concat(upper, op.BitwiseAnd(packed, op.scalar(15, uint8)), axis=1)
-    level = _first(op, reshaped(op, op.Cast(pairs, to=ir.DataType.INT64), [2 * length]), 2 * length, count)
-    unit = op.Gather(op.constant(LEVELS[n.quant_type], ir.DataType.FLOAT), level)
-    weight = op.Mul(unit, _each(op, _scale_body(op, n), _blocks(n), n.block_size, count))
+    indices = _head(op, reshaped(op, op.Cast(pairs, to=ir.DataType.INT64), [2 * length]), 2 * length, count)
+    level = op.Gather(op.constant(LEVELS[n.quant_type], ir.DataType.FLOAT), indices)
+    weight = op.Mul(level, _scale_per_element(op, _scale_body(op, n), _blocks(n), n.block_size, count))
     return cast(op, reshaped(op, weight, [n.N, n.K]), dtype_of(n.a))
 
 
@@ -121,81 +127,91 @@ def _levels(quant_type: int, device: torch.device) -> Tensor:
     return torch.tensor(LEVELS[quant_type], device=device)
 
 
-def scale_of_blocks(absmax: Tensor, absmax_8bit: Tensor, absmax_code: Tensor, absmax_offset: Tensor) -> Tensor:
-    """The scales of a weight whose scales are quantized themselves: float32 [blocks]."""
+def dequantize_scale(absmax: Tensor, absmax_8bit: Tensor, absmax_code: Tensor, absmax_offset: Tensor) -> Tensor:
+    """Dequantize the scales of a weight: float32 [blocks]."""
     level = absmax_code[absmax_8bit.reshape(-1).int()]
     coarse = absmax.repeat_interleave(NESTED_BLOCK)[: level.numel()]
     return level.mul_(coarse).add_(absmax_offset)
 
 
 def dequantize(b: Tensor, scale: Tensor, shape: tuple[int, int], block: int, quant_type: int) -> Tensor:
-    """W[N, K] in float32, from b (uint8, two elements a byte) and the scale of each block (float32)."""
+    """Return W[N, K] in float32, from b (uint8, two elements in a byte) and the scale of each block (float32)."""
     count = shape[0] * shape[1]
     packed = b.reshape(-1, 1)
-    level = torch.cat([packed >> 4, packed & 15], 1).reshape(-1)[:count].int()
-    weight = _levels(quant_type, b.device)[level]
-    full = count // block * block
-    weight[:full].view(-1, block).mul_(scale[: full // block].view(-1, 1))
-    weight[full:].mul_(scale[full // block :])
+    indices = torch.cat([packed >> 4, packed & 15], 1).reshape(-1)[:count].int()
+    weight = _levels(quant_type, b.device)[indices]
+    full_blocks = count // block
+    weight[: full_blocks * block].view(-1, block).mul_(scale[:full_blocks].view(-1, 1))
+    weight[full_blocks * block :].mul_(scale[full_blocks:])
     return weight.view(shape)
 
 
-def product(a: Tensor, b: Tensor, scales: tuple[Tensor | None, ...], settings: tuple[Any, ...], trans_b: int) -> Tensor:
-    """The op on torch tensors. `scales` are absmax and what it is quantized with, `settings` shape, block and type."""
+def dequantize_and_matmul(
+    a: Tensor, b: Tensor, scales: tuple[Tensor | None, ...], layout: tuple[Any, ...], trans_b: int
+) -> Tensor:
+    """Compute MatMulBnb4 by PyTorch's ops.
+
+    Args:
+        a: as in the op.
+        b: as in the op.
+        scales: the inputs from absmax on; all but absmax may be None.
+        layout: the shape of W, the block size and quant_type.
+        trans_b: the attribute transB.
+    """
     absmax, *nested = scales
-    scale = absmax if nested[0] is None else scale_of_blocks(absmax, *nested)  # type: ignore[arg-type]  # all or none
-    weight = dequantize(b, scale, *settings).to(a.dtype)  # type: ignore[arg-type]  # absmax is always there
+    scale = absmax if nested[0] is None else dequantize_scale(absmax, *nested)  # type: ignore[arg-type]  # all or none
+    weight = dequantize(b, scale, *layout).to(a.dtype)  # type: ignore[arg-type]  # absmax is never None
     return a @ (weight.T if trans_b else weight)
 
 
-def bnb_product(a: Tensor, b: Tensor, absmax: Tensor, nested: Any, settings: tuple[Any, ...]) -> Tensor:
-    """A @ W^T by the kernel of bitsandbytes, which need not make all of W on a GPU."""
-    (shape, block, quant_type), packed = settings, b.view(-1, 1)
-    found: Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+def bnb_matmul_transposed(a: Tensor, b: Tensor, absmax: Tensor, nested: Any, layout: tuple[Any, ...]) -> Tensor:
+    """Return a @ W^T by the kernel of bitsandbytes, which on a GPU does not dequantize all of W at once."""
+    (shape, block, quant_type), packed = layout, b.view(-1, 1)
+    y: Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
         a, packed, shape, absmax, block, TYPES[quant_type], None, *nested
     )
-    return found
+    return y
 
 
-def bnb_product_back(a: Tensor, b: Tensor, absmax: Tensor, nested: Any, settings: tuple[Any, ...]) -> Tensor:
-    """A @ W, W being made by the kernel of bitsandbytes."""
-    shape, block, quant_type = settings
+def bnb_matmul(a: Tensor, b: Tensor, absmax: Tensor, nested: Any, layout: tuple[Any, ...]) -> Tensor:
+    """Return a @ W, with W dequantized by the kernel of bitsandbytes."""
+    shape, block, quant_type = layout
     if nested[0] is not None:
         levels, code, offset = nested
-        dequantize_scale = torch.ops.bitsandbytes.dequantize_blockwise.default
-        absmax = dequantize_scale(levels, absmax, code, NESTED_BLOCK, torch.float32).add_(offset)
-    make = torch.ops.bitsandbytes.dequantize_4bit.default
-    return torch.matmul(a, make(b.view(-1, 1), absmax, block, TYPES[quant_type], shape, a.dtype))
+        dequantize_blockwise = torch.ops.bitsandbytes.dequantize_blockwise.default
+        absmax = dequantize_blockwise(levels, absmax, code, NESTED_BLOCK, torch.float32).add_(offset)
+    dequantize_4bit = torch.ops.bitsandbytes.dequantize_4bit.default
+    return torch.matmul(a, dequantize_4bit(b.view(-1, 1), absmax, block, TYPES[quant_type], shape, a.dtype))
 
 
-def _settings(n: NodeView) -> tuple[Any, ...]:
+def _weight_layout(n: NodeView) -> tuple[Any, ...]:
     return (n.N, n.K), n.block_size, n.quant_type
 
 
 def _lower(n: NodeView, a: Any, b: Any, *scales: Any) -> Call:
-    return Call(product, a, b, scales, _settings(n), n.transB)
+    return Call(dequantize_and_matmul, a, b, scales, _weight_layout(n), n.transB)
 
 
 def _lower_bnb(n: NodeView, a: Any, b: Any, absmax: Any, *nested: Any) -> Call:
-    return Call(bnb_product if n.transB else bnb_product_back, a, b, absmax, nested, _settings(n))
+    return Call(bnb_matmul_transposed if n.transB else bnb_matmul, a, b, absmax, nested, _weight_layout(n))
 
 
 def _bnb_applies(n: NodeView, device: str) -> bool:
-    """Bitsandbytes is imported, as it is wherever a weight of its kind is, and takes this.
+    """Whether bitsandbytes is imported, as it is by a model with such weights, and supports the node.
 
-    Where blocks go over the ends of rows, its kernel for CPUs (0.50) gives wrong numbers.
+    Its CPU kernel (0.50) computes wrong values if a block spans two rows.
     """
-    known = hasattr(torch.ops.bitsandbytes, "gemm_4bit") and hasattr(torch.ops.bitsandbytes, "dequantize_4bit")
-    return known and dtype_of(n.a) in _BNB_TYPES and n.block_size in _BNB_BLOCKS and n.K % n.block_size == 0
+    is_imported = hasattr(torch.ops.bitsandbytes, "gemm_4bit") and hasattr(torch.ops.bitsandbytes, "dequantize_4bit")
+    return is_imported and dtype_of(n.a) in _BNB_TYPES and n.block_size in _BNB_BLOCKS and n.K % n.block_size == 0
 
 
 # Definition
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
-    weight = list(n.node.inputs)[1:]
-    settings = {name: getattr(n, name) for name in ("K", "N", "block_size", "quant_type", "training_mode")}
-    return [op.ms.MatMulBnb4(dy, *weight, **settings, transB=int(not n.transB)), *[None] * len(weight)]
+    weight_inputs = list(n.node.inputs)[1:]
+    attributes = {name: getattr(n, name) for name in ("K", "N", "block_size", "quant_type", "training_mode")}
+    return [op.ms.MatMulBnb4(dy, *weight_inputs, **attributes, transB=int(not n.transB)), *[None] * len(weight_inputs)]
 
 
 def _capture(
@@ -210,8 +226,8 @@ def _capture(
     *nested: ir.Value | None,
     **named: ir.Value | None,
 ) -> Any:
-    """`bitsandbytes::gemm_4bit`."""
-    quantized = [*nested, *named.values()]
+    """Capture `bitsandbytes::gemm_4bit`."""
+    nested_inputs = [*nested, *named.values()]
     if dtype_of(b) != ir.DataType.UINT8:
         return NotImplemented
     packed = reshaped(op, b, [(shape[0] * shape[1] + 1) // 2])
@@ -219,7 +235,7 @@ def _capture(
         a,
         packed,
         absmax,
-        *(quantized if any(v is not None for v in quantized) else ()),
+        *(nested_inputs if any(v is not None for v in nested_inputs) else ()),
         N=shape[0],
         K=shape[1],
         block_size=block,
@@ -229,8 +245,8 @@ def _capture(
     return y if bias is None else op.Add(y, bias)
 
 
-def _native(n: NodeView) -> bool:
-    """Onnxruntime's kernel ignores transB=0 on a CPU, and gives wrong numbers."""
+def _ort_compatible(n: NodeView) -> bool:
+    """Whether stock onnxruntime computes the same; its CPU kernel ignores transB=0."""
     return bool(n.transB) and n.absmax_8bit is None and dtype_of(n.a) == ir.DataType.FLOAT and rank_of(n.b) == 1
 
 
@@ -240,9 +256,9 @@ def _flops(n: NodeView) -> sizes.Size:
 
 
 def _axes(n: NodeView) -> str:
-    rest = ", ".join("-" if v is None or not rank_of(v) else f"[{'stuv'[i]}]" for i, v in enumerate(n.node.inputs[2:]))
+    scales = ["-" if v is None or not rank_of(v) else f"[{'stuv'[i]}]" for i, v in enumerate(n.node.inputs[2:])]
     b = "[b] 1" if rank_of(n.b) == 2 else "[b]"
-    return f"... [i], {b}, {rest} -> ... o"
+    return f"... [i], {b}, {', '.join(scales)} -> ... o"
 
 
 MATMUL_BNB4 = define(
@@ -263,7 +279,7 @@ MATMUL_BNB4 = define(
         from_torch={"bitsandbytes.gemm_4bit.default": _capture},
         shapes=_types,
         body=_body,
-        ort_compatible=_native,
+        ort_compatible=_ort_compatible,
         gradient=(Gradient(_gradient, reads=("b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset")),),
         nondiff_inputs=frozenset({"b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset"}),
         kernels=(Kernel(lower=_lower_bnb, applies=_bnb_applies), Kernel(lower=_lower)),
