@@ -1,1 +1,1 @@
-"""Softmax and LogSoftmax, with the bias and dropout that ONNX Runtime Training fuses into them."""
+"""Softmax, LogSoftmax, and their variants fused with a bias and dropout as in ONNX Runtime Training."""

@@ -1,11 +1,11 @@
-"""Softmax with a bias before and dropout after, and softmax over several axes together.
+"""Softmax fused with a bias and dropout, and softmax over several flattened axes.
 
-    BiasSoftmax(x, bias) -> y = softmax(x + bias)               over all axes from `axis` on, as one
+    BiasSoftmax(x, bias) -> y = softmax(x + bias)               over all axes from `axis` on, flattened
     BiasSoftmaxDropout(x, bias, ratio) -> y, mask, probabilities            y = dropout(softmax(x + bias))
-    SoftmaxDropoutGrad(dy, mask, probabilities, ratio) -> dx    for `axis` alone
+    SoftmaxDropoutGrad(dy, mask, probabilities, ratio) -> dx    over `axis` only
     SoftmaxGrad, LogSoftmaxGrad(dy, y) -> dx                    over all axes from `axis` on, as ONNX before opset 13
 
-`is_inner_broadcast` tells ONNX Runtime's kernel which axes of bias are of size 1; broadcasting shows it here.
+`is_inner_broadcast` tells ONNX Runtime's kernel which axes of bias have size 1; here the shape of bias does.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, normalize_axis, rank_of, type_of
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.constructors import define_by_body, define_fused
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, NodeView, numel
 from onnxtrain.ops.random.dropout import dropout_backward_of_dynamic_ratio, dropout_of_dynamic_ratio
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
@@ -37,8 +37,8 @@ def _row_axes(n: NodeView, value: ir.Value) -> str:
     return " ".join(f"[a{i}]" if i >= axis else f"a{i}" for i in range(rank_of(value)))
 
 
-def _over_the_rest(op: Builder, softmax: Callable[..., ir.Value], axis: int, *operands: ir.Value) -> ir.Value:
-    """A softmax of all axes from `axis` on, as one."""
+def _over_last_axes(op: Builder, softmax: Callable[..., ir.Value], axis: int, *operands: ir.Value) -> ir.Value:
+    """Apply a softmax op to `operands` with all axes from `axis` on flattened."""
     shape = sizes.dims_of(operands[0])
     if axis == len(shape) - 1:
         return softmax(*operands, axis=axis)
@@ -46,12 +46,11 @@ def _over_the_rest(op: Builder, softmax: Callable[..., ir.Value], axis: int, *op
     return reshaped(op, softmax(*(reshaped(op, v, rows) for v in operands), axis=1), shape)
 
 
-def _shifted_axes(n: NodeView) -> str:
-    words = _row_axes(n, n.x)
-    rank = rank_of(n.bias)
-    bias = " ".join(words.split()[rank_of(n.x) - rank :])
-    rest = ", -" * (len(n.node.inputs) - 2)
-    return f"{words}, {bias}{rest} -> {', '.join([words] * len(n.node.outputs))}"
+def _bias_softmax_axes(n: NodeView) -> str:
+    x = _row_axes(n, n.x)
+    bias = " ".join(x.split()[rank_of(n.x) - rank_of(n.bias) :])
+    others = ", -" * (len(n.node.inputs) - 2)
+    return f"{x}, {bias}{others} -> {', '.join([x] * len(n.node.outputs))}"
 
 
 def _flops(n: NodeView) -> sizes.Size:
@@ -62,12 +61,12 @@ def _flops(n: NodeView) -> sizes.Size:
 
 
 def _bias_softmax_body(op: Builder, n: NodeView) -> ir.Value:
-    return _over_the_rest(op, op.Softmax, _axis(n, n.x), op.Add(n.x, n.bias))
+    return _over_last_axes(op, op.Softmax, _axis(n, n.x), op.Add(n.x, n.bias))
 
 
 def bias_softmax(x: Tensor, bias: Tensor, axis: int) -> Tensor:
-    shifted = x + bias
-    return torch.softmax(shifted.flatten(axis), axis).view(shifted.shape)
+    biased = x + bias
+    return torch.softmax(biased.flatten(axis), axis).view(biased.shape)
 
 
 define_by_body(
@@ -78,23 +77,23 @@ define_by_body(
     domain=MICROSOFT,
     attributes={"axis": 1, "is_inner_broadcast": REQUIRED},
     shapes=lambda n: (type_of(n.x),),
-    axes=_shifted_axes,
+    axes=_bias_softmax_axes,
     flops=_flops,
 )
 
 
-def _dropped_types(n: NodeView) -> Sequence[TensorType]:
+def _bias_softmax_dropout_types(n: NodeView) -> Sequence[TensorType]:
     return type_of(n.x), TensorType(ir.DataType.BOOL, sizes.dims_of(n.x)), type_of(n.x)
 
 
-def _dropped_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+def _bias_softmax_dropout_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     probabilities = op.ms.BiasSoftmax(n.x, n.bias, axis=n.axis, is_inner_broadcast=n.is_inner_broadcast)
     y, mask = op.Dropout(probabilities, n.ratio, op.scalar(True, ir.DataType.BOOL), seed=n.seed)
     return y, mask, probabilities
 
 
 def _has_ratio(n: NodeView) -> bool:
-    """Whether its kernel reads a ratio on the host."""
+    """Whether the kernel reads a ratio on the host."""
     return n.ratio is not None
 
 
@@ -106,13 +105,13 @@ def bias_softmax_dropout(x: Tensor, bias: Tensor, axis: int, ratio: Any) -> tupl
 define_by_body(
     "BiasSoftmaxDropout",
     ("x", "bias", "ratio?"),
-    _dropped_body,
+    _bias_softmax_dropout_body,
     lambda n, x, bias, ratio: Call(bias_softmax_dropout, x, bias, _axis(n, n.x), ratio),
     domain=MICROSOFT,
     outputs=("y", "mask", "probabilities"),
     attributes={"axis": 1, "is_inner_broadcast": REQUIRED, "seed": None},
-    shapes=_dropped_types,
-    axes=_shifted_axes,
+    shapes=_bias_softmax_dropout_types,
+    axes=_bias_softmax_axes,
     nondiff_inputs=frozenset({"ratio"}),
     synchronizes=_has_ratio,
     effects=Effects.RANDOM,
@@ -123,7 +122,7 @@ define_by_body(
 # Gradients
 
 
-def _dropout_grad_body(op: Builder, n: NodeView) -> ir.Value:
+def _softmax_dropout_grad_body(op: Builder, n: NodeView) -> ir.Value:
     dy = op.ms.DropoutGrad(n.dy, n.mask, n.ratio, op.scalar(True, ir.DataType.BOOL))
     return op.ms.SoftmaxGrad_13(dy, n.probabilities, axis=n.axis)  # type: ignore[no-any-return]
 
@@ -133,10 +132,10 @@ def softmax_dropout_backward(dy: Tensor, mask: Tensor, probabilities: Tensor, ra
     return aten_kernels.softmax_grad(dy, probabilities, axis, probabilities.dtype)
 
 
-def _dropout_grad_axes(n: NodeView) -> str:
-    whole = _axis(n, n.dy)
-    words = " ".join(f"[a{i}]" if i == whole else f"a{i}" for i in range(rank_of(n.dy)))
-    return f"{words}, {words}, {words}{', -' * (len(n.node.inputs) - 3)} -> {words}"
+def _softmax_dropout_grad_axes(n: NodeView) -> str:
+    axis = _axis(n, n.dy)
+    names = " ".join(f"[a{i}]" if i == axis else f"a{i}" for i in range(rank_of(n.dy)))
+    return f"{names}, {names}, {names}{', -' * (len(n.node.inputs) - 3)} -> {names}"
 
 
 define_fused(
@@ -146,22 +145,22 @@ define_fused(
     ("dx",),
     attributes={"axis": REQUIRED},
     shapes=lambda n: (type_of(n.dy),),
-    body=_dropout_grad_body,
+    body=_softmax_dropout_grad_body,
     lower=lambda n, dy, mask, probabilities, ratio: Call(
         softmax_dropout_backward, dy, mask, probabilities, ratio, _axis(n, n.dy)
     ),
     synchronizes=_has_ratio,
-    axes=_dropout_grad_axes,
+    axes=_softmax_dropout_grad_axes,
     flops=lambda n: sizes.multiply(7, numel(n.dy)),
 )
 
 
 def softmax_backward(dy: Tensor, y: Tensor, axis: int, kernel: Callable[..., Tensor]) -> Tensor:
-    """Of a softmax of all axes from `axis` on, as one."""
+    """Apply a gradient kernel with all axes from `axis` on flattened."""
     return kernel(dy.flatten(axis), y.flatten(axis), axis, y.dtype).view(y.shape)
 
 
-def _old_gradient(name: str, kernel: Callable[..., Tensor]) -> None:
+def _define_flattened_gradient(name: str, kernel: Callable[..., Tensor]) -> None:
     define_fused(
         MICROSOFT,
         name,
@@ -169,12 +168,12 @@ def _old_gradient(name: str, kernel: Callable[..., Tensor]) -> None:
         ("dx",),
         attributes={"axis": 1},
         shapes=lambda n: (TensorType(dtype_of(n.dy), sizes.dims_of(n.dy)),),
-        body=lambda op, n: _over_the_rest(op, op.op(MICROSOFT, f"{name}_13"), _axis(n, n.dy), n.dy, n.y),
+        body=lambda op, n: _over_last_axes(op, op.op(MICROSOFT, f"{name}_13"), _axis(n, n.dy), n.dy, n.y),
         lower=lambda n, dy, y: Call(softmax_backward, dy, y, _axis(n, n.dy), kernel),
         axes=lambda n: f"{_row_axes(n, n.dy)}, {_row_axes(n, n.dy)} -> {_row_axes(n, n.dy)}",
         flops=lambda n: sizes.multiply(5, numel(n.dy)),
     )
 
 
-_old_gradient("SoftmaxGrad", aten_kernels.softmax_grad)
-_old_gradient("LogSoftmaxGrad", aten_kernels.log_softmax_grad)
+_define_flattened_gradient("SoftmaxGrad", aten_kernels.softmax_grad)
+_define_flattened_gradient("LogSoftmaxGrad", aten_kernels.log_softmax_grad)

@@ -1,9 +1,9 @@
-"""Softmax over one axis, LogSoftmax, and the safe softmax of attention.
+"""Softmax, LogSoftmax, and the safe softmax of attention, over one axis.
 
     Softmax(x) -> y = exp(x - max) / Σ exp(x - max)        LogSoftmax(x) -> y = x - max - log Σ exp(x - max)
     SafeSoftmax(x) -> y                                     as Softmax, but a row of -inf gives 0, not NaN
 
-Gradients read the output alone: dx = y * (dy - Σ dy * y), and dx = dy - exp(y) * Σ dy for the logarithm.
+Gradients read only the output: dx = y * (dy - Σ dy * y), and dx = dy - exp(y) * Σ dy for the logarithm.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from onnxtrain.torch_compat import aten_kernels
 
 
 def _row_axes(n: NodeView) -> str:
-    """Return the axis map: all axes pass but the normalized one; both inputs of a gradient op have the same."""
+    """Return the axis map: all axes map but the normalized one, the same way for both inputs of a gradient op."""
     values = [v for v in n.node.inputs if v is not None]
     rank = rank_of(values[0])
-    whole = normalize_axis(n.axis, rank)
-    names = " ".join(f"[a{i}]" if i == whole else f"a{i}" for i in range(rank))
+    axis = normalize_axis(n.axis, rank)
+    names = " ".join(f"[a{i}]" if i == axis else f"a{i}" for i in range(rank))
     return f"{', '.join([names] * len(values))} -> {names}"
 
 
 def _capture(domain: str, name: str) -> FromTorch:
-    """Capture `softmax(x, dim, dtype)` and `_softmax(x, dim, half_to_float)`: x is cast first."""
+    """Return the capture of `softmax(x, dim, dtype)` and `_softmax(x, dim, half_to_float)`, which cast x first."""
 
     def capture(op: Builder, x: ir.Value, dim: int, dtype: Any = None) -> Any:
         x = cast(op, x, op.out[0].dtype)
@@ -62,7 +62,7 @@ def _capture(domain: str, name: str) -> FromTorch:
     return capture
 
 
-def _summed_axis(op: Builder, n: NodeView) -> ir.Value:
+def _reduced_axis(op: Builder, n: NodeView) -> ir.Value:
     return op.constant([n.axis], ir.DataType.INT64)
 
 
@@ -136,18 +136,19 @@ LOG_SOFTMAX = _define_softmax(
 
 
 def _safe_softmax_body(op: Builder, n: NodeView) -> ir.Value:
-    top = op.ReduceMax(n.x, _summed_axis(op, n), keepdims=1)
-    masked = op.Equal(top, op.scalar(-math.inf, like=n.x))
-    powers = op.Exp(op.Sub(n.x, op.Where(masked, op.scalar(0.0, like=n.x), top)))
-    total = op.ReduceSum(powers, _summed_axis(op, n), keepdims=1)
-    y: ir.Value = op.Div(powers, op.Where(masked, op.scalar(1.0, like=n.x), total))
+    row_max = op.ReduceMax(n.x, _reduced_axis(op, n), keepdims=1)
+    masked = op.Equal(row_max, op.scalar(-math.inf, like=n.x))
+    exponentials = op.Exp(op.Sub(n.x, op.Where(masked, op.scalar(0.0, like=n.x), row_max)))
+    total = op.ReduceSum(exponentials, _reduced_axis(op, n), keepdims=1)
+    y: ir.Value = op.Div(exponentials, op.Where(masked, op.scalar(1.0, like=n.x), total))
     return y
 
 
 def safe_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """As aten._safe_softmax, without its three further passes over x where one look at each row shows no need.
+    """Compute aten._safe_softmax on a CPU without its three extra passes over x, if no row is -inf throughout.
 
-    A row of -inf becomes a row of NaN, so that its first element is NaN. A GPU would have to be waited for to look.
+    The softmax of such a row is NaN, so it is enough to test one element of each row. On a GPU the test would
+    synchronize.
     """
     if x.device.type != "cpu":
         return aten_kernels.safe_softmax(x, dim)
@@ -174,7 +175,7 @@ def _gradient_type(n: NodeView) -> Sequence[TensorType]:
     return (type_of(n.dy),)
 
 
-def _define_gradient(name: str, overload: Callable[..., Any], body: Callable[[Builder, NodeView], ir.Value]) -> OpDef:
+def _define_gradient(name: str, kernel: Callable[..., Any], body: Callable[[Builder, NodeView], ir.Value]) -> OpDef:
     return define(
         OpDef(
             domain=MICROSOFT,
@@ -189,7 +190,7 @@ def _define_gradient(name: str, overload: Callable[..., Any], body: Callable[[Bu
             ort_compatible=lambda n: False,
             gradient=NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
-            kernels=(Kernel(lower=lambda n, dy, y: Call(overload, dy, y, n.axis, TORCH_DTYPES[dtype_of(n.y)])),),
+            kernels=(Kernel(lower=lambda n, dy, y: Call(kernel, dy, y, n.axis, TORCH_DTYPES[dtype_of(n.y)])),),
             axes=_row_axes,
             effects=Effects.NONE,
             aliases={},
@@ -201,13 +202,13 @@ def _define_gradient(name: str, overload: Callable[..., Any], body: Callable[[Bu
 
 
 def _softmax_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    total = op.ReduceSum(op.Mul(n.dy, n.y), _summed_axis(op, n), keepdims=1)
+    total = op.ReduceSum(op.Mul(n.dy, n.y), _reduced_axis(op, n), keepdims=1)
     dx: ir.Value = op.Mul(n.y, op.Sub(n.dy, total))
     return dx
 
 
 def _log_softmax_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    total = op.ReduceSum(n.dy, _summed_axis(op, n), keepdims=1)
+    total = op.ReduceSum(n.dy, _reduced_axis(op, n), keepdims=1)
     dx: ir.Value = op.Sub(n.dy, op.Mul(op.Exp(n.y), total))
     return dx
 
