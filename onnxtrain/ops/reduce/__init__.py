@@ -1,5 +1,5 @@
-"""Sums, means, extremes, norms and variances over axes; cumulative sums.
+"""Sums, means, extremes, norms and variances over axes; cumulative sums and products.
 
-The axes of ai.onnx reductions are an input; here it is always a constant that names every axis that is reduced, so that
-the meaning does not hang on `noop_with_empty_axes`.
+The axes of ai.onnx reductions are an input. Captured reductions pass a constant that lists every reduced axis, so their
+meaning does not depend on `noop_with_empty_axes`.
 """

@@ -1,10 +1,10 @@
-"""Running products.
+"""Cumulative products.
 
     CumProd(x) -> y                      y[k] = product of x[0..k] along an axis
     CumProdGrad(dy, x, y) -> dx          dx[i] = sum over k >= i of dy[k] * product of x[0..k] without x[i]
 
-ONNX has CumProd from opset 26 on, without a gradient. The bodies multiply under a triangle: n^2 elements for an axis
-of n, and n^3 for the gradient, which is right where x is 0, too. The kernels take n steps.
+ONNX has CumProd from opset 26 on, without a gradient. The bodies reduce a triangular mask: n^2 elements for an axis of
+size n, and n^3 for the gradient, which is exact at zeros, too. The kernels take n steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from onnxtrain.ops.reshape.rows import arange
 
 def _axes(n: NodeView) -> str:
     axis = axis_of(n, n.x)
-    words = " ".join(f"[a{i}]" if i == axis else f"a{i}" for i in range(rank_of(n.x)))
-    return f"{', '.join([words] * len(n.node.inputs))} -> {words}"
+    names = " ".join(f"[a{i}]" if i == axis else f"a{i}" for i in range(rank_of(n.x)))
+    return f"{', '.join([names] * len(n.node.inputs))} -> {names}"
 
 
 def _capture(op: Builder, x: ir.Value, dim: int, *, dtype: Any = None) -> Any:
@@ -39,38 +39,38 @@ def _capture(op: Builder, x: ir.Value, dim: int, *, dtype: Any = None) -> Any:
     return op.own.CumProd(x, axis=checked_axis(dim, rank_of(x), "the axis of cumprod"))
 
 
-def _last(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
-    """Exchanges the node's axis of x and its last one."""
+def _swap_with_last(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    """Swap the node's axis of x with the last one."""
     perm = list(range(rank_of(x)))
     perm[axis_of(n, x)], perm[-1] = perm[-1], perm[axis_of(n, x)]
     return x if axis_of(n, x) == rank_of(x) - 1 else op.Transpose(x, perm=perm)
 
 
 def _triangle(op: Builder, n: NodeView, relation: str) -> ir.Value:
-    """[i, k]: whether k stands in this relation (Less, LessOrEqual) to i."""
-    count = arange(op, sizes.dims_of(n.x)[axis_of(n, n.x)])
-    result: ir.Value = op.op("", relation)(unsqueezed(op, count, 0), unsqueezed(op, count, 1))
+    """Return the mask [i, k] of k < i or k <= i (`relation`: Less or LessOrEqual)."""
+    indices = arange(op, sizes.dims_of(n.x)[axis_of(n, n.x)])
+    result: ir.Value = op.op("", relation)(unsqueezed(op, indices, 0), unsqueezed(op, indices, 1))
     return result
 
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
-    rows = unsqueezed(op, _last(op, n, n.x), rank_of(n.x) - 1)
+    rows = unsqueezed(op, _swap_with_last(op, n, n.x), rank_of(n.x) - 1)
     factors = op.Where(_triangle(op, n, "LessOrEqual"), rows, op.scalar(1, like=n.x))
-    return _last(op, n, op.ReduceProd(factors, int64_vector(op, [rank_of(n.x)]), keepdims=0))
+    return _swap_with_last(op, n, op.ReduceProd(factors, int64_vector(op, [rank_of(n.x)]), keepdims=0))
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """For i and k: what is before i, times what is after i up to k."""
+    """For each i and k multiply the elements before i by those after i up to k."""
     one, zero = op.scalar(1, like=n.x), op.scalar(0, like=n.x)
     rank = rank_of(n.x)
-    x, dy = (unsqueezed(op, _last(op, n, v), rank - 1) for v in (n.x, n.dy))
-    k = int64_vector(op, [rank])  # from the left: onnxruntime reduces an empty tensor wrongly over a negative axis
+    x, dy = (unsqueezed(op, _swap_with_last(op, n, v), rank - 1) for v in (n.x, n.dy))
+    k = int64_vector(op, [rank])  # not negative: onnxruntime's result for an empty tensor is wrong then
     before = op.ReduceProd(op.Where(_triangle(op, n, "Less"), x, one), k, keepdims=0)
-    behind = op.Not(_triangle(op, n, "LessOrEqual"))
-    after = op.own.CumProd(op.Where(behind, x, one), axis=rank)
-    reached = op.Not(_triangle(op, n, "Less"))
-    total = op.ReduceSum(op.Where(reached, op.Mul(dy, after), zero), k, keepdims=0)
-    return _last(op, n, op.Mul(total, before))
+    is_after = op.Not(_triangle(op, n, "LessOrEqual"))
+    after = op.own.CumProd(op.Where(is_after, x, one), axis=rank)
+    depends = op.Not(_triangle(op, n, "Less"))
+    total = op.ReduceSum(op.Where(depends, op.Mul(dy, after), zero), k, keepdims=0)
+    return _swap_with_last(op, n, op.Mul(total, before))
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> Any:
@@ -78,8 +78,8 @@ def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> Any:
 
 
 def cumprod_backward(dy: torch.Tensor, x: torch.Tensor, dim: int, y: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.aten.cumprod_backward.default(dy, x, dim, y)
-    return found
+    dx: torch.Tensor = torch.ops.aten.cumprod_backward.default(dy, x, dim, y)
+    return dx
 
 
 define_fused(

@@ -1,8 +1,10 @@
-"""Largest and smallest elements, where they stand, and the truth of any and all.
+"""Maxima and minima, their indices, and logical any and all.
 
-ReduceMax(x, axes)              onnxtrain's lets NaN through, ai.onnx's may not; ties share the gradient evenly
-ArgMax(x) -> int64              the first of equals; onnxtrain's finds the first NaN
-MaxDim(x) -> values, indices    over one axis; the first of equals gets the gradient
+ReduceMax(x, axes)              onnxtrain's op propagates NaN, ai.onnx's may not; ties share the gradient evenly
+ArgMax(x) -> int64              the first of several maxima; onnxtrain's op returns the first NaN
+MaxDim(x) -> values, indices    over one axis; the first of several maxima gets the gradient
+
+The same holds for ReduceMin, ArgMin and MinDim.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
+    axes_from_dim,
     axes_input,
     axes_of,
+    axis_map_over,
     define_reduction,
-    dims_of,
     reduced_type,
-    reduction_axes,
-    restored,
+    with_reduced_axes,
 )
 from onnxtrain.ops.registry import define
 
@@ -47,7 +49,7 @@ from onnxtrain.ops.registry import define
 
 def _extreme(op: Builder, name: str, x: ir.Value, dim: Dims, keepdim: bool) -> ir.Value:
     domain = OWN if is_float(dtype_of(x)) else ONNX
-    result: ir.Value = op.op(domain, name)(x, axes_input(op, dims_of(x, dim)), keepdims=int(keepdim))
+    result: ir.Value = op.op(domain, name)(x, axes_input(op, axes_from_dim(x, dim)), keepdims=int(keepdim))
     return result
 
 
@@ -58,65 +60,65 @@ def _capture_extreme(name: str) -> FromTorch:
     return capture
 
 
-def _capture_both(op: Builder, x: ir.Value, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    """`aminmax`."""
+def _capture_aminmax(op: Builder, x: ir.Value, *, dim: int | None = None, keepdim: bool = False) -> Any:
     return tuple(_extreme(op, name, x, dim, keepdim) for name in ("ReduceMin", "ReduceMax"))
 
 
-def _over_dims(function: Callable[..., Any]) -> Callable[..., Call]:
+def _lower_over_axes(function: Callable[..., Any]) -> Callable[..., Call]:
     def lower(n: NodeView, x: Any, axes: Any) -> Call:
         dims = list(axes_of(n))
-        # PyTorch takes an empty list for all axes, or for none.
+        # To PyTorch an empty list means all axes, or none.
         return Call(function, x, dims, bool(n.keepdims)) if dims else Method("clone", x)
 
     return lower
 
 
-def _shared_evenly(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    """The gradient by the number of ties, to each of them."""
-    ties = op.Cast(op.Equal(restored(op, n, n.y), n.x), to=dtype_of(n.x))
+def _evenly_shared_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
+    """Divide the gradient evenly among ties."""
+    ties = op.Cast(op.Equal(with_reduced_axes(op, n, n.y), n.x), to=dtype_of(n.x))
     count = op.ReduceSum(ties, axes_input(op, axes_of(n)), keepdims=1)
-    return op.Mul(op.Div(restored(op, n, dy), count), ties)  # type: ignore[no-any-return]
+    return op.Mul(op.Div(with_reduced_axes(op, n, dy), count), ties)  # type: ignore[no-any-return]
 
 
 def _any_nan(op: Builder, x: ir.Value, axes: Sequence[int], keepdims: int) -> ir.Value:
-    """Whether there is a NaN among the reduced elements."""
+    """Return whether there is a NaN among the reduced elements."""
     result: ir.Value = op.own.ReduceAny(op.IsNaN(x), axes_input(op, axes), keepdims=keepdims)
     return result
 
 
-def _nan_through(name: str) -> Callable[[Builder, NodeView], ir.Value]:
+def _nan_propagating_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
     def body(op: Builder, n: NodeView) -> ir.Value:
         axes = axes_of(n)
-        plain = op.op(ONNX, name)(n.x, axes_input(op, axes), keepdims=n.keepdims)
+        without_nan = op.op(ONNX, name)(n.x, axes_input(op, axes), keepdims=n.keepdims)
         nan = op.scalar(float("nan"), like=n.x)
-        return op.Where(_any_nan(op, n.x, axes, n.keepdims), nan, plain)  # type: ignore[no-any-return]
+        return op.Where(_any_nan(op, n.x, axes, n.keepdims), nan, without_nan)  # type: ignore[no-any-return]
 
     return body
 
 
-def _reduce_extreme(name: str, word: str, function: Callable[..., Any]) -> None:
-    lower, reads = _over_dims(function), ("x", "y")
-    define_reduction(name, {}, lower, _shared_evenly, reads=reads, since_version=20)
-    captured = dict.fromkeys((f"aten.a{word}.default", f"aten.{word}.default"), _capture_extreme(name))
-    if word == "min":
-        captured["aten.aminmax.default"] = _capture_both
-    define_reduction(name, captured, lower, _shared_evenly, reads=reads, domain=OWN, body=_nan_through(name))
+def _define_extreme(name: str, torch_name: str, function: Callable[..., Any]) -> None:
+    lower, reads = _lower_over_axes(function), ("x", "y")
+    define_reduction(name, {}, lower, _evenly_shared_gradient, reads=reads, since_version=20)
+    from_torch = dict.fromkeys((f"aten.a{torch_name}.default", f"aten.{torch_name}.default"), _capture_extreme(name))
+    if torch_name == "min":
+        from_torch["aten.aminmax.default"] = _capture_aminmax
+    body = _nan_propagating_body(name)
+    define_reduction(name, from_torch, lower, _evenly_shared_gradient, reads=reads, domain=OWN, body=body)
 
 
-_reduce_extreme("ReduceMax", "max", torch.amax)
-_reduce_extreme("ReduceMin", "min", torch.amin)
+_define_extreme("ReduceMax", "max", torch.amax)
+_define_extreme("ReduceMin", "min", torch.amin)
 
 
-# ReduceAny, ReduceAll: of nothing False and True, where onnxruntime's ReduceMax of truth values fails
+# ReduceAny, ReduceAll: False and True for no elements; onnxruntime's ReduceMax of booleans fails there
 
 
-def _capture_truth(name: str) -> FromTorch:
+def _capture_logical(name: str) -> FromTorch:
     def capture(op: Builder, x: ir.Value, dim: Dims = None, keepdim: bool = False) -> Any:
         x = cast(op, x, ir.DataType.BOOL)
         if isinstance(dim, Sequence) and not dim:  # here [] means no axes
             return cast(op, op.Identity(x), op.out[0].dtype)
-        y = op.op(OWN, name)(x, axes_input(op, dims_of(x, dim)), keepdims=int(keepdim))
+        y = op.op(OWN, name)(x, axes_input(op, axes_from_dim(x, dim)), keepdims=int(keepdim))
         return cast(op, y, op.out[0].dtype)
 
     return capture
@@ -131,76 +133,79 @@ def _all_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Not(op.own.ReduceAny(op.Not(n.x), n.axes, keepdims=n.keepdims))  # type: ignore[no-any-return]
 
 
-def _truth(word: str, function: Callable[..., Any], body: Callable[[Builder, NodeView], ir.Value]) -> None:
-    name = f"Reduce{word.title()}"
-    overloads = dict.fromkeys((f"aten.{word}.{kind}" for kind in ("default", "dim", "dims")), _capture_truth(name))
-    define_reduction(name, overloads, _over_dims(function), None, domain=OWN, body=body)
+def _define_logical(
+    torch_name: str, function: Callable[..., Any], body: Callable[[Builder, NodeView], ir.Value]
+) -> None:
+    name = f"Reduce{torch_name.title()}"
+    overloads = (f"aten.{torch_name}.{overload}" for overload in ("default", "dim", "dims"))
+    from_torch = dict.fromkeys(overloads, _capture_logical(name))
+    define_reduction(name, from_torch, _lower_over_axes(function), None, domain=OWN, body=body)
 
 
-_truth("any", torch.any, _any_body)
-_truth("all", torch.all, _all_body)
+_define_logical("any", torch.any, _any_body)
+_define_logical("all", torch.all, _all_body)
 
 
 # ArgMax, ArgMin
 
 
-def _one_axis(n: NodeView) -> tuple[int, ...]:
+def _axis_of(n: NodeView) -> tuple[int, ...]:
     return (normalize_axis(n.axis, rank_of(n.x)),)
 
 
-def _place_type(n: NodeView) -> Sequence[TensorType]:
-    return (reduced_type(n, _one_axis(n), bool(n.keepdims), ir.DataType.INT64),)
+def _index_type(n: NodeView) -> Sequence[TensorType]:
+    return (reduced_type(n, _axis_of(n), bool(n.keepdims), ir.DataType.INT64),)
 
 
-def _place(op: Builder, name: str, x: ir.Value, axis: int, keepdims: int) -> ir.Value:
-    """The index of the extreme, by the op that suits the type of x."""
+def _arg_extreme(op: Builder, name: str, x: ir.Value, axis: int, keepdims: int) -> ir.Value:
+    """Build ArgMax or ArgMin, by the op that supports the type of x."""
     if dtype_of(x) == ir.DataType.BOOL:
         x = op.Cast(x, to=ir.DataType.UINT8)
-    axis = normalize_axis(axis, rank_of(x))  # onnxruntime reduces an empty tensor wrongly over a negative axis
+    axis = normalize_axis(axis, rank_of(x))  # onnxruntime's result for an empty tensor and a negative axis is wrong
     result: ir.Value = op.op(OWN if is_float(dtype_of(x)) else ONNX, name)(x, axis=axis, keepdims=keepdims)
     return result
 
 
-def _capture_place(name: str) -> FromTorch:
+def _capture_arg_extreme(name: str) -> FromTorch:
     def capture(op: Builder, x: ir.Value, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is not None and rank_of(x):
-            return _place(op, name, x, dim, int(keepdim))
-        place = _place(op, name, op.Reshape(x, op.sizes([-1])), 0, 0)
-        return op.Reshape(place, op.sizes([1] * rank_of(x))) if keepdim else place
+            return _arg_extreme(op, name, x, dim, int(keepdim))
+        index = _arg_extreme(op, name, op.Reshape(x, op.sizes([-1])), 0, 0)
+        return op.Reshape(index, op.sizes([1] * rank_of(x))) if keepdim else index
 
     return capture
 
 
-def last_place(x: torch.Tensor, function: Any, axis: int, keepdim: bool) -> torch.Tensor:
-    """The last of equals: the first from the end."""
+def last_index(x: torch.Tensor, function: Any, axis: int, keepdim: bool) -> torch.Tensor:
+    """Return the last index of the extreme, where `function` (argmax or argmin) returns the first."""
     last: torch.Tensor = x.size(axis) - 1 - function(x.flip(axis), axis, keepdim)
     return last
 
 
-def _place_call(function: Any) -> Callable[..., Call]:
+def _lower_arg_extreme(function: Any) -> Callable[..., Call]:
     def lower(n: NodeView, x: Any) -> Call:
         if n.definition.domain == ONNX and n.select_last_index:
-            return Call(last_place, x, function, n.axis, bool(n.keepdims))
+            return Call(last_index, x, function, n.axis, bool(n.keepdims))
         return Call(function, x, n.axis, bool(n.keepdims))
 
     return lower
 
 
-def _place_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
+def _arg_extreme_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
     def body(op: Builder, n: NodeView) -> ir.Value:
-        """The first NaN, where there is one; without NaN, ai.onnx's own."""
+        """Return the index of the first NaN if there is one, else that of ai.onnx's op."""
         zero = op.scalar(0.0, like=n.x)
         is_nan = op.IsNaN(n.x)
-        (axis,) = _one_axis(n)
+        (axis,) = _axis_of(n)
         first_nan = op.ArgMax(op.Cast(is_nan, to=ir.DataType.INT32), axis=axis, keepdims=n.keepdims)
-        plain = op.op(ONNX, name)(op.Where(is_nan, zero, n.x), axis=axis, keepdims=n.keepdims)
-        found = _any_nan(op, n.x, (axis,), n.keepdims)
-        return op.Where(found, first_nan, plain)  # type: ignore[no-any-return]
+        without_nan = op.op(ONNX, name)(op.Where(is_nan, zero, n.x), axis=axis, keepdims=n.keepdims)
+        has_nan = _any_nan(op, n.x, (axis,), n.keepdims)
+        return op.Where(has_nan, first_nan, without_nan)  # type: ignore[no-any-return]
 
     return body
 
 
-def _arg_extreme(name: str, domain: str, function: Any, captured: Mapping[str, FromTorch], body: Any) -> None:
+def _define_arg_extreme(name: str, domain: str, function: Any, from_torch: Mapping[str, FromTorch], body: Any) -> None:
     define(
         OpDef(
             domain=domain,
@@ -209,14 +214,14 @@ def _arg_extreme(name: str, domain: str, function: Any, captured: Mapping[str, F
             outputs=("y",),
             attributes={"axis": 0, "keepdims": 1, **({"select_last_index": 0} if domain == ONNX else {})},
             since_version=13 if domain == ONNX else 1,
-            from_torch=captured,
-            shapes=_place_type,
+            from_torch=from_torch,
+            shapes=_index_type,
             body=body,
             ort_compatible=always if domain == ONNX else never,
             gradient=NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
-            kernels=(Kernel(lower=_place_call(function)),),
-            axes=lambda n: reduction_axes(n, _one_axis(n), bool(n.keepdims)),
+            kernels=(Kernel(lower=_lower_arg_extreme(function)),),
+            axes=lambda n: axis_map_over(n, _axis_of(n), bool(n.keepdims)),
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: numel(n.x),
@@ -225,10 +230,10 @@ def _arg_extreme(name: str, domain: str, function: Any, captured: Mapping[str, F
     )
 
 
-_arg_extreme("ArgMax", ONNX, torch.argmax, {}, STANDARD)
-_arg_extreme("ArgMin", ONNX, torch.argmin, {}, STANDARD)
-_arg_extreme("ArgMax", OWN, torch.argmax, {"aten.argmax.default": _capture_place("ArgMax")}, _place_body("ArgMax"))
-_arg_extreme("ArgMin", OWN, torch.argmin, {"aten.argmin.default": _capture_place("ArgMin")}, _place_body("ArgMin"))
+for _name, _function in (("ArgMax", torch.argmax), ("ArgMin", torch.argmin)):
+    _define_arg_extreme(_name, ONNX, _function, {}, STANDARD)
+    _from_torch = {f"aten.{_name.lower()}.default": _capture_arg_extreme(_name)}
+    _define_arg_extreme(_name, OWN, _function, _from_torch, _arg_extreme_body(_name))
 
 
 # MaxDim, MinDim
@@ -244,35 +249,35 @@ def _capture_dim(name: str) -> FromTorch:
 
 
 def _dim_types(n: NodeView) -> Sequence[TensorType]:
-    values = reduced_type(n, _one_axis(n), bool(n.keepdims))
+    values = reduced_type(n, _axis_of(n), bool(n.keepdims))
     return values, TensorType(ir.DataType.INT64, values.shape)
 
 
 def _dim_body(name: str) -> Callable[[Builder, NodeView], Sequence[ir.Value]]:
     def body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-        values = op.GatherElements(n.x, _place(op, f"Arg{name}", n.x, n.axis, 1), axis=n.axis)
+        values = op.GatherElements(n.x, _arg_extreme(op, f"Arg{name}", n.x, n.axis, 1), axis=n.axis)
         if not n.keepdims:
-            values = op.Squeeze(values, axes_input(op, _one_axis(n)))
-        return values, _place(op, f"Arg{name}", n.x, n.axis, n.keepdims)
+            values = op.Squeeze(values, axes_input(op, _axis_of(n)))
+        return values, _arg_extreme(op, f"Arg{name}", n.x, n.axis, n.keepdims)
 
     return body
 
 
-def _to_chosen(op: Builder, n: NodeView, dvalues: ir.Value | None, dindices: None) -> ir.Value | None:
-    """The gradient goes to the element that was chosen."""
-    places = n.indices
+def _dim_gradient(op: Builder, n: NodeView, dvalues: ir.Value | None, dindices: None) -> ir.Value | None:
+    """Scatter the gradient to the selected elements."""
+    indices = n.indices
     if not n.keepdims:
-        axis = axes_input(op, _one_axis(n))
-        dvalues, places = op.Unsqueeze(dvalues, axis), op.Unsqueeze(places, axis)
-    return op.ms.GatherElementsGrad(dvalues, op.shape_of(n.x), places, axis=n.axis)  # type: ignore[no-any-return]
+        axis = axes_input(op, _axis_of(n))
+        dvalues, indices = op.Unsqueeze(dvalues, axis), op.Unsqueeze(indices, axis)
+    return op.ms.GatherElementsGrad(dvalues, op.shape_of(n.x), indices, axis=n.axis)  # type: ignore[no-any-return]
 
 
 def _dim_axes(n: NodeView) -> str:
-    both = reduction_axes(n, _one_axis(n), bool(n.keepdims))
-    return f"{both}, {both.split('->')[1]}"
+    axes = axis_map_over(n, _axis_of(n), bool(n.keepdims))
+    return f"{axes}, {axes.split('->')[1]}"
 
 
-def _dim_extreme(name: str, function: Any) -> None:
+def _define_dim_extreme(name: str, function: Any) -> None:
     define(
         OpDef(
             domain=OWN,
@@ -285,7 +290,7 @@ def _dim_extreme(name: str, function: Any) -> None:
             shapes=_dim_types,
             body=_dim_body(name),
             ort_compatible=never,
-            gradient=(Gradient(_to_chosen, ("indices",)),),
+            gradient=(Gradient(_dim_gradient, ("indices",)),),
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lambda n, x: Call(function, x, n.axis, bool(n.keepdims))),),
             axes=_dim_axes,
@@ -297,5 +302,5 @@ def _dim_extreme(name: str, function: Any) -> None:
     )
 
 
-_dim_extreme("Max", torch.max)
-_dim_extreme("Min", torch.min)
+_define_dim_extreme("Max", torch.max)
+_define_dim_extreme("Min", torch.min)

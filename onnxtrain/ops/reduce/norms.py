@@ -1,7 +1,7 @@
 """Vector norms and the logarithm of a sum of exponentials, over axes.
 
-ReduceL1 ReduceL2 ReduceLogSumExp      as in ONNX; the norm 0 has the gradient 0
-ReduceLp                               of any other order p: (sum of |x|^p)^(1/p); of order 0 the number of nonzeros
+ReduceL1, ReduceL2, ReduceLogSumExp    as in ONNX; the gradient of a norm of 0 is 0
+ReduceLp                               any other order p: (sum of |x|^p)^(1/p), or the number of nonzeros for p = 0
 """
 
 from __future__ import annotations
@@ -16,14 +16,22 @@ import torch
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.definition import REQUIRED, Call, FromTorch, NodeView
-from onnxtrain.ops.reduce.over_axes import Dims, axes_input, axes_of, define_reduction, dims_of, kernel_call, restored
+from onnxtrain.ops.definition import REQUIRED, Call, NodeView
+from onnxtrain.ops.reduce.over_axes import (
+    Dims,
+    axes_from_dim,
+    axes_input,
+    axes_of,
+    define_reduction,
+    lower_reduction,
+    with_reduced_axes,
+)
 
 
 def _norm(op: Builder, x: ir.Value, order: float, dim: Dims, keepdim: bool) -> Any:
-    """The vector norm of this order, in the type of PyTorch's output."""
+    """Build the vector norm of this order, in the type of PyTorch's output."""
     x = cast(op, x, op.out[0].dtype)
-    axes = axes_input(op, dims_of(x, dim))
+    axes = axes_input(op, axes_from_dim(x, dim))
     if order == 2:
         return op.ReduceL2(x, axes, keepdims=int(keepdim))
     if order == 1:
@@ -57,11 +65,11 @@ def _capture_linalg_norm(
 ) -> Any:
     axes = 1 if isinstance(dim, int) else rank_of(x) if dim is None else len(dim)
     if ord is not None and axes != 1:
-        return NotImplemented  # of a matrix
+        return NotImplemented  # a matrix norm
     return _norm(op, x, 2 if ord is None else ord, dim, keepdim)
 
 
-def _norm_call(order: int) -> Callable[..., Call]:
+def _lower_norm(order: int) -> Callable[..., Call]:
     def lower(n: NodeView, x: Any, axes: Any) -> Call:
         return Call(torch.linalg.vector_norm, x, order, list(axes_of(n)), bool(n.keepdims))
 
@@ -69,16 +77,16 @@ def _norm_call(order: int) -> Callable[..., Call]:
 
 
 def _l1_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Mul(op.Sign(n.x), restored(op, n, dy))  # type: ignore[no-any-return]
+    return op.Mul(op.Sign(n.x), with_reduced_axes(op, n, dy))  # type: ignore[no-any-return]
 
 
 def _l2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    zero, norm = op.scalar(0.0, like=n.x), restored(op, n, n.y)
+    zero, norm = op.scalar(0.0, like=n.x), with_reduced_axes(op, n, n.y)
     direction = op.Where(op.Equal(norm, zero), zero, op.Div(n.x, norm))
-    return op.Mul(restored(op, n, dy), direction)  # type: ignore[no-any-return]
+    return op.Mul(with_reduced_axes(op, n, dy), direction)  # type: ignore[no-any-return]
 
 
-REDUCE_L1 = define_reduction("ReduceL1", {}, _norm_call(1), _l1_gradient, reads=("x",), since_version=18)
+REDUCE_L1 = define_reduction("ReduceL1", {}, _lower_norm(1), _l1_gradient, reads=("x",), since_version=18)
 REDUCE_L2 = define_reduction(
     "ReduceL2",
     {
@@ -95,7 +103,7 @@ REDUCE_L2 = define_reduction(
             _capture_norm,
         ),
     },
-    _norm_call(2),
+    _lower_norm(2),
     _l2_gradient,
     reads=("x", "y"),
     since_version=18,
@@ -105,36 +113,36 @@ REDUCE_L2 = define_reduction(
 # ReduceLp
 
 
-def _lp_call(n: NodeView, x: Any, axes: Any) -> Call:
+def _lower_lp(n: NodeView, x: Any, axes: Any) -> Call:
     return Call(torch.linalg.vector_norm, x, n.p, list(axes_of(n)), bool(n.keepdims))
 
 
 def _lp_body(op: Builder, n: NodeView) -> ir.Value:
-    axes, size = axes_input(op, axes_of(n)), op.Abs(n.x)
+    axes, magnitude = axes_input(op, axes_of(n)), op.Abs(n.x)
     if n.p == 0:
         nonzero = op.Cast(op.own.NotEqual(n.x, op.scalar(0, like=n.x)), to=dtype_of(n.x))
         return op.ReduceSum(nonzero, axes, keepdims=n.keepdims)  # type: ignore[no-any-return]
-    summed = op.ReduceSum(op.Pow(size, op.scalar(n.p, like=n.x)), axes, keepdims=n.keepdims)
-    return op.Pow(summed, op.scalar(1 / n.p, like=n.x))  # type: ignore[no-any-return]
+    total = op.ReduceSum(op.Pow(magnitude, op.scalar(n.p, like=n.x)), axes, keepdims=n.keepdims)
+    return op.Pow(total, op.scalar(1 / n.p, like=n.x))  # type: ignore[no-any-return]
 
 
 def _lp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    """sign(x) |x|^(p-1) dy / y^(p-1), and 0 where the norm, or for p < 1 the element, is 0; as PyTorch."""
+    """Return sign(x) |x|^(p-1) dy / y^(p-1); 0 if the norm, or for p < 1 the element, is 0, as in PyTorch."""
     zero = op.scalar(0, like=n.x)
     if n.p == 0:
-        return op.Mul(restored(op, n, dy), op.Mul(n.x, zero))  # type: ignore[no-any-return]
-    norm, power = restored(op, n, n.y), op.scalar(n.p - 1, like=n.x)
+        return op.Mul(with_reduced_axes(op, n, dy), op.Mul(n.x, zero))  # type: ignore[no-any-return]
+    norm, power = with_reduced_axes(op, n, n.y), op.scalar(n.p - 1, like=n.x)
     direction = op.Mul(op.Sign(n.x), op.Pow(op.Abs(n.x), power))
     if n.p < 1:
         direction = op.Where(op.Equal(n.x, zero), zero, direction)
-    scale = op.Div(restored(op, n, dy), op.Pow(norm, power))
+    scale = op.Div(with_reduced_axes(op, n, dy), op.Pow(norm, power))
     return op.Mul(direction, op.Where(op.Equal(norm, zero), zero, scale))  # type: ignore[no-any-return]
 
 
 REDUCE_LP = define_reduction(
     "ReduceLp",
     {},
-    _lp_call,
+    _lower_lp,
     _lp_gradient,
     reads=("x", "y"),
     domain=OWN,
@@ -148,19 +156,18 @@ REDUCE_LP = define_reduction(
 
 def _capture_logsumexp(op: Builder, x: ir.Value, dim: Dims, keepdim: bool = False) -> Any:
     x = cast(op, x, op.out[0].dtype)
-    return op.ReduceLogSumExp(x, axes_input(op, dims_of(x, dim)), keepdims=int(keepdim))
+    return op.ReduceLogSumExp(x, axes_input(op, axes_from_dim(x, dim)), keepdims=int(keepdim))
 
 
 def _logsumexp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    """Dy * softmax(x); NaN for a row of -inf, as in PyTorch."""
-    return op.Mul(restored(op, n, dy), op.Exp(op.Sub(n.x, restored(op, n, n.y))))  # type: ignore[no-any-return]
+    """Return dy * softmax(x): NaN for a row of -inf, as in PyTorch."""
+    return op.Mul(with_reduced_axes(op, n, dy), op.Exp(op.Sub(n.x, with_reduced_axes(op, n, n.y))))  # type: ignore[no-any-return]
 
 
-_LOGSUMEXP: FromTorch = _capture_logsumexp
 REDUCE_LOG_SUM_EXP = define_reduction(
     "ReduceLogSumExp",
-    {"aten.logsumexp.default": _LOGSUMEXP, "aten.special_logsumexp.default": _LOGSUMEXP},
-    kernel_call(torch.logsumexp),
+    dict.fromkeys(("aten.logsumexp.default", "aten.special_logsumexp.default"), _capture_logsumexp),
+    lower_reduction(torch.logsumexp),
     _logsumexp_gradient,
     reads=("x", "y"),
     since_version=18,

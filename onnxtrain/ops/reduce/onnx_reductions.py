@@ -1,9 +1,9 @@
-"""Reductions that are two ops in PyTorch.
+"""Reductions of ONNX and ONNX Runtime Training that PyTorch writes as several ops.
 
-ReduceLogSum(x, axes)          the logarithm of the sum
-ReduceSumSquare(x, axes)       the sum of squares
-ReduceSumTraining(x, axes)     ReduceSum, under the name of ONNX Runtime Training
-ReduceAllL2(xs...)             the norm of all elements of all tensors together
+ReduceLogSum(x, axes)          logarithm of the sum
+ReduceSumSquare(x, axes)       sum of squares
+ReduceSumTraining(x, axes)     ReduceSum under its ONNX Runtime Training name
+ReduceAllL2(xs...)             L2 norm of all elements of all tensors
 IsAllFinite(xs...)             whether no element is NaN or infinite
 All(x)                         whether every element is true
 """
@@ -22,17 +22,17 @@ from onnxtrain.ops.body_parts import cast, sum_over
 from onnxtrain.ops.constructors import define_by_body, no_axes
 from onnxtrain.ops.definition import Call, Method, NodeView, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
-from onnxtrain.ops.reduce.over_axes import axes_input, axes_of, passing_axes, reduced
+from onnxtrain.ops.reduce.over_axes import axes_input, axes_of, axis_map, output_types
 
 
-def _summed(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
-    """ONNX leaves x as it is where noop_with_empty_axes says so; what is computed of each element still is."""
+def _sum(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+    """Sum x; without axes return x itself: with noop_with_empty_axes ONNX skips the sum, not the elementwise part."""
     axes = axes_of(n)
     result: ir.Value = op.ReduceSum(x, axes_input(op, axes), keepdims=n.keepdims) if axes else x
     return result
 
 
-def _reduction(
+def _define_reduction(
     name: str,
     body: Callable[[Builder, NodeView], ir.Value],
     function: Callable[..., Any],
@@ -47,15 +47,15 @@ def _reduction(
         domain=domain,
         attributes={"keepdims": 1, "noop_with_empty_axes": 0},
         since_version=since_version,
-        shapes=reduced,
-        axes=passing_axes,
+        shapes=output_types,
+        axes=axis_map,
         nondiff_inputs=frozenset({"axes"}),
         flops=lambda n: numel(n.x),
     )
 
 
 def sum_kernel(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Tensor:
-    """As torch.sum, but over no axes x itself; integers keep their type."""
+    """Sum as torch.sum does, but copy x if `axes` is empty; integers keep their type."""
     return x.sum(list(axes), keepdim, dtype=x.dtype) if axes else x.clone()
 
 
@@ -67,9 +67,9 @@ def sum_square(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Ten
     return sum_kernel(x.square(), axes, keepdim)
 
 
-_reduction("ReduceLogSum", lambda op, n: op.Log(_summed(op, n, n.x)), log_sum, "", 18)
-_reduction("ReduceSumSquare", lambda op, n: _summed(op, n, op.Mul(n.x, n.x)), sum_square, "", 18)
-_reduction(
+_define_reduction("ReduceLogSum", lambda op, n: op.Log(_sum(op, n, n.x)), log_sum, "", 18)
+_define_reduction("ReduceSumSquare", lambda op, n: _sum(op, n, op.Mul(n.x, n.x)), sum_square, "", 18)
+_define_reduction(
     "ReduceSumTraining",
     lambda op, n: (
         op.ReduceSum(n.x, axes_input(op, axes_of(n)), keepdims=n.keepdims) if axes_of(n) else op.Identity(n.x)
@@ -80,22 +80,22 @@ _reduction(
 )
 
 
-# Over all elements of several tensors
+# Reductions over all elements of several tensors
 
 
-def _every(op: Builder, x: ir.Value) -> ir.Value:
+def _sum_of_all(op: Builder, x: ir.Value) -> ir.Value:
     return sum_over(op, x, range(rank_of(x)), keepdims=False)
 
 
 def _norm_body(op: Builder, n: NodeView) -> ir.Value:
     dtype = accumulation_dtype(dtype_of(n.xs[0]))
-    squares = [_every(op, op.Mul(wide, wide)) for wide in (cast(op, x, dtype) for x in n.xs)]
+    squares = [_sum_of_all(op, op.Mul(wide, wide)) for wide in (cast(op, x, dtype) for x in n.xs)]
     result: ir.Value = op.Sqrt(op.Sum(*squares))
     return result
 
 
 def norm_of_all(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In float32 at least, as ONNX Runtime Training sums half-precision gradients."""
+    """Compute the L2 norm in float32 or float64, as ONNX Runtime Training does for half-precision gradients."""
     wide = [x if x.dtype == torch.float64 else x.float() for x in xs]
     result: torch.Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x) for x in wide]))
     return result
@@ -113,25 +113,25 @@ define_by_body(
 )
 
 
-def _faulty(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
+def _has_nonfinite(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     infinite, nan = op.IsInf(x), op.IsNaN(x)
-    found = infinite if n.isinf_only else nan if n.isnan_only else op.Or(infinite, nan)
-    result: ir.Value = op.own.ReduceAny(found, keepdims=0)
+    nonfinite = infinite if n.isinf_only else nan if n.isnan_only else op.Or(infinite, nan)
+    result: ir.Value = op.own.ReduceAny(nonfinite, keepdims=0)
     return result
 
 
 def _finite_body(op: Builder, n: NodeView) -> ir.Value:
-    found = _faulty(op, n, n.xs[0])
+    any_nonfinite = _has_nonfinite(op, n, n.xs[0])
     for x in n.xs[1:]:
-        found = op.Or(found, _faulty(op, n, x))
-    result: ir.Value = op.Not(found)
+        any_nonfinite = op.Or(any_nonfinite, _has_nonfinite(op, n, x))
+    result: ir.Value = op.Not(any_nonfinite)
     return result
 
 
-def all_finite(xs: Sequence[torch.Tensor], infinite: bool, nan: bool) -> torch.Tensor:
-    """Whether no element is infinite, or NaN, as asked."""
-    fine = [~((x.isinf() if infinite else False) | (x.isnan() if nan else False)).any() for x in xs]  # type: ignore[union-attr]  # one of both is asked
-    return torch.stack(fine).all()
+def all_finite(xs: Sequence[torch.Tensor], check_inf: bool, check_nan: bool) -> torch.Tensor:
+    """Return whether no element is infinite (`check_inf`) or NaN (`check_nan`)."""
+    finite = [~((x.isinf() if check_inf else False) | (x.isnan() if check_nan else False)).any() for x in xs]  # type: ignore[union-attr]  # one of them is checked
+    return torch.stack(finite).all()
 
 
 define_by_body(

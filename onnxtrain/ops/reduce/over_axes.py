@@ -1,4 +1,4 @@
-"""What reductions share: which axes they reduce, and how a gradient spreads over them."""
+"""Constructor and helpers for reductions: their axes, and gradients that broadcast over them."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
 def axes_of(n: NodeView) -> tuple[int, ...]:
-    """The axes that a node reduces, each in [0, rank)."""
+    """Return the axes that a node reduces, each in [0, rank)."""
     rank = rank_of(n.x)
     if n.axes is None:
         return () if n.noop_with_empty_axes else tuple(range(rank))
     constant = constant_of(n.axes)
     if constant is None:
-        raise GraphError(f"{n.definition.name} takes its axes as a constant", got=f"{n.axes.name}, which is computed")
+        raise GraphError(f"{n.definition.name}: axes must be constant", got=f"{n.axes.name}, which is computed")
     axes = normalize_axes([int(a) for a in constant.reshape(-1)], rank)
     return axes if axes or n.noop_with_empty_axes else tuple(range(rank))
 
 
-def dims_of(x: ir.Value, dim: Dims) -> tuple[int, ...]:
-    """PyTorch's `dim`, where None and [] mean all axes. A 0-dimensional tensor may be reduced over dim 0 and -1."""
+def axes_from_dim(x: ir.Value, dim: Dims) -> tuple[int, ...]:
+    """Return the axes of PyTorch's `dim`: None and [] are all axes; dim 0 and -1 of a scalar are none."""
     rank = rank_of(x)
     dims = [dim] if isinstance(dim, int) else list(dim or range(rank))
     return normalize_axes(dims, rank) if rank else ()
@@ -58,8 +58,8 @@ def axes_input(op: Builder, axes: Sequence[int]) -> ir.Value:
     return op.constant(list(axes), ir.DataType.INT64)
 
 
-def restored(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
-    """A value of the output's shape with the reduced axes back, of size 1: it broadcasts against x."""
+def with_reduced_axes(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
+    """Restore the reduced axes of a value of the output's shape with size 1: it broadcasts against x."""
     axes = axes_of(n)
     if n.keepdims or not axes:
         return reduced
@@ -67,20 +67,20 @@ def restored(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
     return result
 
 
-def spread(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
-    """A value of the output's shape, repeated over the reduced axes to x's shape."""
-    result: ir.Value = op.Expand(restored(op, n, reduced), op.shape_of(n.x))
+def expanded_to_input(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
+    """Expand a value of the output's shape over the reduced axes to x's shape."""
+    result: ir.Value = op.Expand(with_reduced_axes(op, n, reduced), op.shape_of(n.x))
     return result
 
 
 def count_of(n: NodeView) -> Size:
-    """How many elements go into one element of the output."""
+    """Return the number of elements that are reduced to one."""
     shape = sizes.dims_of(n.x)
     return sizes.multiply(1, *(shape[axis] for axis in axes_of(n)))
 
 
-def in_single(op: Builder, value: ir.Value, compute: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """`compute` in float32 for half precision, which cannot hold a count; as PyTorch does with Python scalars."""
+def in_float32(op: Builder, value: ir.Value, compute: Callable[[ir.Value], ir.Value]) -> ir.Value:
+    """Run `compute` in float32 for half precision, which cannot represent a count; PyTorch does so for scalars."""
     dtype = dtype_of(value)
     if dtype not in _HALVES:
         return compute(value)
@@ -90,26 +90,26 @@ def in_single(op: Builder, value: ir.Value, compute: Callable[[ir.Value], ir.Val
 # Definitions
 
 
-def reduced(n: NodeView) -> Sequence[TensorType]:
+def output_types(n: NodeView) -> Sequence[TensorType]:
     return (reduced_type(n, axes_of(n), bool(n.keepdims)),)
 
 
-def passing_axes(n: NodeView) -> str:
-    return reduction_axes(n, axes_of(n), bool(n.keepdims))
+def axis_map(n: NodeView) -> str:
+    return axis_map_over(n, axes_of(n), bool(n.keepdims))
 
 
-def kernel_call(function: Callable[..., Any]) -> Callable[..., Call]:
-    """function(x, dims, keepdim), and for integers their own type kept: PyTorch sums them in int64."""
+def lower_reduction(function: Callable[..., Any]) -> Callable[..., Call]:
+    """Lower to function(x, dims, keepdim); integers keep their type, where PyTorch by default sums in int64."""
 
     def lower(n: NodeView, x: Any, axes: Any) -> Call:
         dims = list(axes_of(n))
-        if not dims and n.noop_with_empty_axes:  # PyTorch takes an empty list for all axes
+        if not dims and n.noop_with_empty_axes:  # to PyTorch an empty list means all axes
             return Method("clone", x)
-        over: Any = dims[0] if len(dims) == 1 else dims  # a list costs 0.3 us of 2.1
-        rest = (True,) if n.keepdims else ()
+        dim: Any = dims[0] if len(dims) == 1 else dims  # a list costs 0.3 us of 2.1
+        keepdim = (True,) if n.keepdims else ()
         if is_float(dtype_of(n.x)):
-            return Call(function, x, over, *rest)
-        return Call(function, x, over, *rest, dtype=TORCH_DTYPES[dtype_of(n.x)])
+            return Call(function, x, dim, *keepdim)
+        return Call(function, x, dim, *keepdim, dtype=TORCH_DTYPES[dtype_of(n.x)])
 
     return lower
 
@@ -127,7 +127,7 @@ def define_reduction(
     ort_compatible: Callable[[NodeView], bool] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> OpDef:
-    """Defines y = f(x) over the axes that the constant `axes` names. `gradient` is (op, n, dy) -> dx."""
+    """Define y = f(x) over the axes that the constant `axes` lists. `gradient` is (op, n, dy) -> dx."""
     rule = gradient
     return define(
         OpDef(
@@ -138,7 +138,7 @@ def define_reduction(
             attributes={"keepdims": 1, "noop_with_empty_axes": 0, **(attributes or {})},
             since_version=since_version,
             from_torch=from_torch,
-            shapes=reduced,
+            shapes=output_types,
             body=body,
             ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=(Gradient(lambda op, n, dy: _one_per_input(n, rule(op, n, dy)), reads),)
@@ -146,7 +146,7 @@ def define_reduction(
             else NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset({"axes"}),
             kernels=(Kernel(lower=lower),),
-            axes=passing_axes,
+            axes=axis_map,
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: numel(n.x),
@@ -163,18 +163,18 @@ def _one_per_input(n: NodeView, dx: Any) -> tuple[ir.Value | None, ...]:
 def reduced_type(
     n: NodeView, axes: Sequence[int] | None, keepdims: bool, dtype: ir.DataType | None = None
 ) -> TensorType:
-    """The type of x reduced over `axes` (all where None)."""
+    """Return the type of x reduced over `axes`; None means all axes."""
     shape = sizes.dims_of(n.x)
-    gone = set(range(len(shape))) if axes is None else set(normalize_axes(axes, len(shape)))
-    kept = [1 if i in gone else s for i, s in enumerate(shape) if keepdims or i not in gone]
-    return TensorType(dtype or dtype_of(n.x), tuple(kept))
+    reduced = set(range(len(shape))) if axes is None else set(normalize_axes(axes, len(shape)))
+    result = [1 if i in reduced else s for i, s in enumerate(shape) if keepdims or i not in reduced]
+    return TensorType(dtype or dtype_of(n.x), tuple(result))
 
 
-def reduction_axes(n: NodeView, axes: Sequence[int] | None, keepdims: bool) -> str:
-    """The axis map of a reduction of x over `axes`."""
+def axis_map_over(n: NodeView, axes: Sequence[int] | None, keepdims: bool) -> str:
+    """Return the axis map of a reduction of x over `axes`; None means all axes."""
     rank = rank_of(n.x)
-    gone = set(range(rank)) if axes is None else set(normalize_axes(axes, rank))
+    reduced = set(range(rank)) if axes is None else set(normalize_axes(axes, rank))
     left = [f"a{i}" for i in range(rank)]
-    right = ["1" if i in gone else f"a{i}" for i in range(rank) if keepdims or i not in gone]
+    right = ["1" if i in reduced else f"a{i}" for i in range(rank) if keepdims or i not in reduced]
     inputs = [" ".join(left)] + ["-"] * (len(n.node.inputs) - 1)
     return f"{', '.join(inputs)} -> {' '.join(right)}"

@@ -2,7 +2,7 @@
 
 ReduceSum(x, axes)    ReduceMean(x, axes)    ReduceProd(x, axes)
 SumTo(x, shape)       x summed to a shape that broadcasts to x's
-CumSum(x, axis)       with reverse=1 from the end
+CumSum(x, axis)       from the end with reverse=1
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from onnxtrain.ops.definition import STANDARD, Call, Effects, Gradient, Kernel, 
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
+    axes_from_dim,
     axes_input,
     axes_of,
     count_of,
     define_reduction,
-    dims_of,
-    in_single,
-    kernel_call,
-    restored,
-    spread,
+    expanded_to_input,
+    in_float32,
+    lower_reduction,
+    with_reduced_axes,
 )
 from onnxtrain.ops.registry import define
 
-# What ai.onnx sums; PyTorch's other integers are summed in int64 and wrap around in the end.
-_SUMMED = frozenset(
+# The types that ai.onnx sums. Other integers are summed in int64, and wrap around when the sum is cast back.
+_SUMMABLE = frozenset(
     {
         ir.DataType.FLOAT,
         ir.DataType.DOUBLE,
@@ -50,16 +50,16 @@ _SUMMED = frozenset(
 
 
 def _summable(op: Builder, x: ir.Value) -> ir.Value:
-    """X in the type of PyTorch's output, or in int64 where ONNX does not sum that."""
+    """Cast x to the type of PyTorch's output, or to int64 if ONNX cannot sum that type."""
     x = cast(op, x, op.out[0].dtype)
-    return x if dtype_of(x) in _SUMMED else cast(op, x, ir.DataType.INT64)
+    return x if dtype_of(x) in _SUMMABLE else cast(op, x, ir.DataType.INT64)
 
 
 # ReduceSum
 
 
 def _capture_sum(op: Builder, x: ir.Value, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    y = op.ReduceSum(_summable(op, x), axes_input(op, dims_of(x, dim)), keepdims=int(keepdim))
+    y = op.ReduceSum(_summable(op, x), axes_input(op, axes_from_dim(x, dim)), keepdims=int(keepdim))
     return cast(op, y, op.out[0].dtype)
 
 
@@ -82,51 +82,54 @@ REDUCE_SUM = define_reduction(
         "aten.count_nonzero.default": _capture_count_nonzero,
         "aten.count_nonzero.dim_IntList": _capture_count_nonzero,
     },
-    kernel_call(torch.sum),
-    spread,
+    lower_reduction(torch.sum),
+    expanded_to_input,
     since_version=13,
 )
 
 
-# SumTo(x, shape): un-broadcasting where sizes are not proven. Where they are, the differentiator writes ReduceSum.
+# SumTo(x, shape): un-broadcasts x if the broadcast axes are not known; otherwise the differentiator writes ReduceSum.
 
 
 def _capture_sum_to(op: Builder, x: ir.Value, size: Sequence[Size]) -> Any:
-    """`sum_to_size`: a ReduceSum where it shows which axes are summed."""
-    have = sizes.dims_of(x)
-    leading = len(have) - len(size)
-    pairs = list(zip(have[leading:], size, strict=True))
-    if any(h != s and s != 1 for h, s in pairs):
+    """Capture `sum_to_size` as a ReduceSum if the summed axes are known, else as SumTo."""
+    shape = sizes.dims_of(x)
+    leading = len(shape) - len(size)
+    pairs = list(zip(shape[leading:], size, strict=True))
+    if any(source != target and target != 1 for source, target in pairs):
         return op.own.SumTo(x, op.sizes(size))
-    ones = [leading + i for i, (h, s) in enumerate(pairs) if h != s]
-    x = op.ReduceSum(x, axes_input(op, ones), keepdims=1) if ones else x
+    broadcast_axes = [leading + i for i, (source, target) in enumerate(pairs) if source != target]
+    x = op.ReduceSum(x, axes_input(op, broadcast_axes), keepdims=1) if broadcast_axes else x
     if not leading:
-        return x if ones else op.Identity(x)
+        return x if broadcast_axes else op.Identity(x)
     return op.ReduceSum(x, axes_input(op, range(leading)), keepdims=0)
 
 
 def _sum_to_type(n: NodeView) -> Sequence[TensorType]:
     shape = as_sizes(n.shape)
     if shape is None:
-        raise GraphError("SumTo needs to know its sizes", got=f"{n.shape.name}, of unknown contents")
+        raise GraphError(
+            "SumTo: the target shape must follow from constants and sizes of inputs",
+            got=f"{n.shape.name}, whose values are unknown",
+        )
     return (TensorType(dtype_of(n.x), shape),)
 
 
 def _sum_to_body(op: Builder, n: NodeView) -> ir.Value:
-    """Each axis of size s with target t (s or 1) becomes axes of sizes s - t + 1 and t; the first is summed."""
+    """Split each axis of size s and target t (s or 1) into axes of sizes s - t + 1 and t, and sum over the first."""
     source, target = sizes.dims_of(n.x), sizes.dims_of(n.y)
     leading = len(source) - len(target)
-    split = list(source[:leading])
-    summed = list(range(leading))
-    for size, wanted in zip(source[leading:], target, strict=True):
-        if size != wanted:
-            summed.append(len(split))
-            split.append(sizes.add(sizes.subtract(size, wanted), 1))
-        split.append(wanted)
-    if not summed:
+    split_shape = list(source[:leading])
+    summed_axes = list(range(leading))
+    for source_size, target_size in zip(source[leading:], target, strict=True):
+        if source_size != target_size:
+            summed_axes.append(len(split_shape))
+            split_shape.append(sizes.add(sizes.subtract(source_size, target_size), 1))
+        split_shape.append(target_size)
+    if not summed_axes:
         return op.Identity(n.x)  # type: ignore[no-any-return]
-    x = n.x if len(split) == len(source) else op.Reshape(n.x, op.sizes(split), allowzero=1)
-    return op.ReduceSum(x, axes_input(op, summed), keepdims=0)  # type: ignore[no-any-return]
+    x = n.x if len(split_shape) == len(source) else op.Reshape(n.x, op.sizes(split_shape), allowzero=1)
+    return op.ReduceSum(x, axes_input(op, summed_axes), keepdims=0)  # type: ignore[no-any-return]
 
 
 SUM_TO = define(
@@ -158,23 +161,23 @@ SUM_TO = define(
 
 def _capture_mean(op: Builder, x: ir.Value, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     x = cast(op, x, op.out[0].dtype)
-    return op.ReduceMean(x, axes_input(op, dims_of(x, dim)), keepdims=int(keepdim))
+    return op.ReduceMean(x, axes_input(op, axes_from_dim(x, dim)), keepdims=int(keepdim))
 
 
 def _mean_body(op: Builder, n: NodeView) -> ir.Value:
-    """The sum by the count, so that the mean of nothing is NaN; onnxruntime's own says 0."""
+    """Divide the sum by the count: the mean of no elements is NaN, while onnxruntime's ReduceMean returns 0."""
 
     def mean(x: ir.Value) -> ir.Value:
         total = op.ReduceSum(x, axes_input(op, axes_of(n)), keepdims=n.keepdims)
         return op.Div(total, op.size(count_of(n), dtype_of(x)))  # type: ignore[no-any-return]
 
-    return in_single(op, n.x, mean) if axes_of(n) else op.Identity(n.x)
+    return in_float32(op, n.x, mean) if axes_of(n) else op.Identity(n.x)
 
 
 def mean_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    """Divided before it is spread: the same numbers, from fewer elements."""
+    """Divide before expanding: the same values from fewer divisions."""
     count = count_of(n)
-    return spread(op, n, in_single(op, dy, lambda v: op.Div(v, op.size(count, dtype_of(v)))))
+    return expanded_to_input(op, n, in_float32(op, dy, lambda v: op.Div(v, op.size(count, dtype_of(v)))))
 
 
 def _has_elements(n: NodeView) -> bool:
@@ -185,7 +188,7 @@ def _has_elements(n: NodeView) -> bool:
 REDUCE_MEAN = define_reduction(
     "ReduceMean",
     {"aten.mean.default": _capture_mean, "aten.mean.dim": _capture_mean},
-    kernel_call(torch.mean),
+    lower_reduction(torch.mean),
     mean_gradient,
     since_version=18,
     body=_mean_body,
@@ -197,12 +200,12 @@ REDUCE_MEAN = define_reduction(
 
 
 def _capture_prod(op: Builder, x: ir.Value, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    y = op.ReduceProd(_summable(op, x), axes_input(op, dims_of(x, dim)), keepdims=int(keepdim))
+    y = op.ReduceProd(_summable(op, x), axes_input(op, axes_from_dim(x, dim)), keepdims=int(keepdim))
     return cast(op, y, op.out[0].dtype)
 
 
-def _prod_call(n: NodeView, x: Any, axes: Any) -> Call:
-    """PyTorch multiplies over one axis, or over all; over several, one after the other."""
+def _lower_prod(n: NodeView, x: Any, axes: Any) -> Call:
+    """Multiply over several axes one after the other: torch.prod takes one axis, or all."""
     dims, dtype = axes_of(n), TORCH_DTYPES[dtype_of(n.x)]
     if not dims:
         return Method("clone", x)
@@ -215,23 +218,23 @@ def _prod_call(n: NodeView, x: Any, axes: Any) -> Call:
 
 
 def _prod_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    """The product of the other elements: y / x, or where zeros are, the product of what is not zero."""
+    """Multiply dy by the product of the other elements: y / x, or with a zero the product of the nonzero ones."""
     zero, one = op.scalar(0.0, like=n.x), op.scalar(1.0, like=n.x)
     axes = axes_input(op, axes_of(n))
     is_zero = op.Equal(n.x, zero)
-    without = op.Where(is_zero, one, n.x)
-    product = op.ReduceProd(without, axes, keepdims=1)
-    zeros = op.ReduceSum(op.Cast(is_zero, to=dtype_of(n.x)), axes, keepdims=1)
-    at_nonzero = op.Where(op.Equal(zeros, zero), op.Div(product, without), op.Mul(product, zero))
-    at_zero = op.Where(op.Equal(zeros, one), product, zero)
+    nonzero = op.Where(is_zero, one, n.x)
+    product = op.ReduceProd(nonzero, axes, keepdims=1)
+    zero_count = op.ReduceSum(op.Cast(is_zero, to=dtype_of(n.x)), axes, keepdims=1)
+    at_nonzero = op.Where(op.Equal(zero_count, zero), op.Div(product, nonzero), op.Mul(product, zero))
+    at_zero = op.Where(op.Equal(zero_count, one), product, zero)
     others = op.Where(is_zero, at_zero, at_nonzero)
-    return op.Mul(restored(op, n, dy), others)  # type: ignore[no-any-return]
+    return op.Mul(with_reduced_axes(op, n, dy), others)  # type: ignore[no-any-return]
 
 
 REDUCE_PROD = define_reduction(
     "ReduceProd",
     {"aten.prod.default": _capture_prod, "aten.prod.dim_int": _capture_prod},
-    _prod_call,
+    _lower_prod,
     _prod_gradient,
     reads=("x",),
     since_version=18,
@@ -251,22 +254,22 @@ def _capture_cumsum(op: Builder, x: ir.Value, dim: int, *, dtype: Any = None) ->
 def _axis_of(n: NodeView) -> int:
     constant = constant_of(n.axis)
     if constant is None:
-        raise GraphError("CumSum takes its axis as a constant", got=f"{n.axis.name}, which is computed")
+        raise GraphError("CumSum: axis must be constant", got=f"{n.axis.name}, which is computed")
     return normalize_axis(int(constant.item()), rank_of(n.x))
 
 
-def _cumsum_call(n: NodeView, x: Any, axis: Any) -> Call:
+def _lower_cumsum(n: NodeView, x: Any, axis: Any) -> Call:
     dim = _axis_of(n)
     call = Call(torch.flip, x, [dim]) if n.reverse else x
     if n.exclusive:
-        call = Call(cumsum_before, call, dim)
+        call = Call(exclusive_cumsum, call, dim)
     else:
         call = Call(torch.cumsum, call, dim, dtype=TORCH_DTYPES[dtype_of(n.x)])
     return Call(torch.flip, call, [dim]) if n.reverse else call
 
 
-def cumsum_before(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """For each place the sum of what stands before it."""
+def exclusive_cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the sums of the preceding elements."""
     count = x.size(dim)
     if not count:
         return x.clone()
@@ -298,7 +301,7 @@ CUM_SUM = define(
         ort_compatible=always,
         gradient=(Gradient(_cumsum_gradient, ()),),
         nondiff_inputs=frozenset({"axis"}),
-        kernels=(Kernel(lower=_cumsum_call),),
+        kernels=(Kernel(lower=_lower_cumsum),),
         axes=_cumsum_axes,
         effects=Effects.NONE,
         aliases={},
