@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import dtype_of, type_of
 from onnxtrain.ops.definition import NodeView
 
@@ -81,9 +81,32 @@ def mul_scalar(op: Builder, x: ir.Value, scalar: float) -> ir.Value:
 
 
 def reshaped(op: Builder, x: ir.Value, shape: Sequence[Size]) -> ir.Value:
-    """Reshape x; a size of 0 means no elements."""
-    result: ir.Value = op.Reshape(x, op.sizes(list(shape)), allowzero=1)
+    """Reshape x, with as many elements; return x itself if it has this shape. A size of 0 means no elements.
+
+    If only one size is symbolic, the shape is a constant with -1 at its position: no size arithmetic is needed.
+    """
+    shape = tuple(shape)
+    if sizes.dims_of(x) == shape:
+        return x
+    symbolic = [i for i, s in enumerate(shape) if isinstance(s, str)]
+    result: ir.Value
+    if (
+        len(symbolic) == 1
+        and 0 not in shape
+        and inferred_size(sizes.dims_of(x), shape, *symbolic) == shape[symbolic[0]]
+    ):
+        result = op.Reshape(x, int64_vector(op, [-1 if isinstance(s, str) else s for s in shape]))
+    elif symbolic or 0 in shape:
+        result = op.Reshape(x, op.sizes(shape), allowzero=1)
+    else:
+        result = op.Reshape(x, int64_vector(op, [s for s in shape if isinstance(s, int)]))
     return result
+
+
+def inferred_size(source: Sizes, target: Sequence[Size], axis: int) -> Size:
+    """Return the size of `target` at `axis` that gives as many elements as `source` has."""
+    others = [s for i, s in enumerate(target) if i != axis]
+    return sizes.floor_divide(sizes.multiply(1, *source), sizes.multiply(1, *others))
 
 
 def empty_saved_value(op: Builder, saved: ir.Value) -> ir.Value:

@@ -12,13 +12,12 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
 from onnxtrain.ops.aten_node import aten_node
-from onnxtrain.ops.body_parts import add_scalar, cast, int64_vector, mul_scalar, sum_over
+from onnxtrain.ops.body_parts import add_scalar, cast, int64_vector, mul_scalar, reshaped, sum_over
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.registry import capture_call, register_captures
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
 from onnxtrain.ops.reshape.movement import checked_axis
 from onnxtrain.ops.reshape.rows import zeros
-from onnxtrain.ops.reshape.shape import reshaped
 
 _ORDERS = 3  # of differences that are written out: each is two slices
 

@@ -22,8 +22,9 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import rank_of, set_type
 from onnxtrain.ops import builder, definition_of, view
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.reshape.dims import TRANSPOSE, perm_of
-from onnxtrain.ops.reshape.shape import RESHAPE, factored, reshaped
+from onnxtrain.ops.reshape.shape import RESHAPE, factored
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, only_user
 

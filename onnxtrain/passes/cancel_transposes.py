@@ -12,9 +12,9 @@ import onnx_ir as ir
 
 from onnxtrain.graph import sizes
 from onnxtrain.ops import builder, view
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.reshape.dims import TRANSPOSE, perm_of, transposed
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, substitute
 

@@ -21,13 +21,14 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, normalize_axes, rank_of
 from onnxtrain.ops import builder, view
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.copies import CAST, CLONE, IDENTITY
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
 from onnxtrain.ops.matmul.linear import LINEAR
 from onnxtrain.ops.matmul.matmul import MATMUL
 from onnxtrain.ops.reshape.dims import SQUEEZE, UNSQUEEZE, transposed
-from onnxtrain.ops.reshape.shape import RESHAPE, reshaped
+from onnxtrain.ops.reshape.shape import RESHAPE
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before, only_user, substitute

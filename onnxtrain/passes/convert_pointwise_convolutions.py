@@ -16,11 +16,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import rank_of
 from onnxtrain.ops import builder, view
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.convolution import CONV
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.reshape.dims import TRANSPOSE, transposed
 from onnxtrain.ops.reshape.join import split
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.sliding_windows import attribute_per_axis
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, substitute

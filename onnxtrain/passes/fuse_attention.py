@@ -22,9 +22,9 @@ from onnxtrain.graph.values import dtype_of, is_float, rank_of
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.attention.heads import strip_repeat
 from onnxtrain.ops.attention.scores import scale_as_attribute, score_dtype
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.random.dropout import drops_elements
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.match_attention import AttentionMatch, Mask, NotAttention, Operand, match_attention
 from onnxtrain.passes.rewriting import nodes_before, substitute

@@ -26,6 +26,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.traversal import replace
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops import builder, definition_of, view
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.index.advanced_indexing import INDEX
 from onnxtrain.ops.index.gather import GATHER
@@ -34,7 +35,6 @@ from onnxtrain.ops.index.unpadding import SHRUNKEN_GATHER
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.reshape.dims import inverse, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import permutation_to_front
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before, reaches_output

@@ -35,6 +35,7 @@ from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, 
 from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.attention.dense import ATTENTION, ATTENTION_DROPOUT
 from onnxtrain.ops.attention.flash import FLASH_ATTENTION
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import MUL
 from onnxtrain.ops.elementwise.copies import IDENTITY
@@ -45,7 +46,6 @@ from onnxtrain.ops.index.unpadding import FLATTEN_AND_UNPAD
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
 from onnxtrain.ops.reshape.dims import expanded, inverse, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import arange, permutation_to_front
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.passes.attention_masks import Mask, depends_on_data_only, mask_of, split_mask

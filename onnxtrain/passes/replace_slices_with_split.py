@@ -23,11 +23,11 @@ from onnxtrain.ops import builder, view
 from onnxtrain.ops.index.gather import GATHER
 from onnxtrain.ops.reshape.dims import squeezed
 from onnxtrain.ops.reshape.join import split
-from onnxtrain.ops.reshape.slicing import SLICE, Piece, piece_of
+from onnxtrain.ops.reshape.slicing import SLICE, RowRange, row_range_of
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import nodes_before, reaches_output, substitute
 
-Pieces = list[tuple[ir.Node, Piece]]
+Pieces = list[tuple[ir.Node, RowRange]]
 
 
 def replace_slices_with_split(graph: ir.Graph, changes: Changes) -> None:
@@ -58,14 +58,14 @@ def _pieces(x: ir.Value) -> Pieces:
     return [
         (node, piece)
         for node in traversal.users(x)
-        if (piece := _piece(node, x)) is not None and not reaches_output(node.outputs[0])
+        if (piece := _row_range(node, x)) is not None and not reaches_output(node.outputs[0])
     ]
 
 
-def _piece(node: ir.Node, x: ir.Value) -> Piece | None:
+def _row_range(node: ir.Node, x: ir.Value) -> RowRange | None:
     n = view(node)
     if n.definition is SLICE:
-        return piece_of(n)
+        return row_range_of(n)
     rows = constant_of(n.rows) if n.definition is GATHER and n.x is x else None
     if rows is None or rows.ndim > 1 or not rows.size:
         return None
@@ -73,7 +73,7 @@ def _piece(node: ir.Node, x: ir.Value) -> Piece | None:
     first, *_ = numbers = rows.reshape(-1).tolist()
     if first < 0 or numbers != list(range(first, first + len(numbers))):
         return None
-    return Piece(axis, first, len(numbers))
+    return RowRange(axis, first, len(numbers))
 
 
 def _partition(pieces: Pieces, total: Size) -> Pieces:
@@ -87,7 +87,7 @@ def _partition(pieces: Pieces, total: Size) -> Pieces:
     return partition if end == total else []
 
 
-def _split(op: Builder, x: ir.Value, axis: int, partition: Sequence[tuple[ir.Node, Piece]]) -> None:
+def _split(op: Builder, x: ir.Value, axis: int, partition: Sequence[tuple[ir.Node, RowRange]]) -> None:
     nodes = {node for node, _ in partition}
     first = next(node for node in op.graph if node in nodes)
     with nodes_before(op, first):

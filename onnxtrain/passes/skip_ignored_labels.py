@@ -25,13 +25,12 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, rank_of, set_type
 from onnxtrain.ops import builder, view
-from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.body_parts import cast, reshaped
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.index.advanced_indexing import nonzero_indices
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.join import concatenated
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.passes.changes import Changes, stopped

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from onnxtrain.graph import sizes
-from onnxtrain.ops.reshape.shape import reshaped
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.passes.cancel_axis_merges import cancel_axis_merges
 from onnxtrain.passes.changes import Changes
 from tests.passes.less_work import check_equals_eager, made, wrap

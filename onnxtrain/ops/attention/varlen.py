@@ -65,7 +65,7 @@ from onnxtrain.ops.attention.varlen_flash import (
     varlen_dropout_flash,
     varlen_flash,
 )
-from onnxtrain.ops.body_parts import cast, empty_saved_value, sum_over
+from onnxtrain.ops.body_parts import cast, empty_saved_value, reshaped, sum_over
 from onnxtrain.ops.constructors import always, no_axes
 from onnxtrain.ops.definition import Call, Kernel, NodeView, OpDef
 from onnxtrain.ops.dtypes import TORCH_DTYPES
@@ -76,7 +76,6 @@ from onnxtrain.ops.random.dropout import drop_ratio, uses_fast_rng
 from onnxtrain.ops.registry import definition_of
 from onnxtrain.ops.reshape.dims import expanded, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import arange, zeros
-from onnxtrain.ops.reshape.shape import reshaped
 
 Tensor = torch.Tensor
 Grads = list[ir.Value | None]

@@ -214,7 +214,7 @@ INDEX_GRAD = define_movement(
     lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape of IndexGrad")),),
     lambda n, shape, dy, indices: Call(add_to_zeros, shape, n.axes, indices, dy),
     None,
-    takes_ints=frozenset({0}),
+    host_inputs=frozenset({0}),
     domain=OWN,
     outputs=("dx",),
     attributes={"axes": REQUIRED},

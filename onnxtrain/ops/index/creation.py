@@ -81,7 +81,7 @@ CONSTANT_OF_SHAPE = define_movement(
     lambda n: (TensorType(_fill_dtype(n), required_ints(n.shape, "the shape of ConstantOfShape")),),
     _lower_fill,
     None,
-    takes_ints=frozenset({0}),
+    host_inputs=frozenset({0}),
     attributes={"value": None},
     since_version=9,
     from_torch={
@@ -208,7 +208,7 @@ RANGE = define_movement(
     _range_type,
     _lower_range,
     None,
-    takes_ints=frozenset({0, 1, 2}),
+    host_inputs=frozenset({0, 1, 2}),
     since_version=11,
     from_torch={
         "aten.arange.default": _capture_arange,

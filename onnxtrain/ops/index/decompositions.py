@@ -11,12 +11,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
-from onnxtrain.ops.body_parts import cast, sum_over
+from onnxtrain.ops.body_parts import cast, reshaped, sum_over
 from onnxtrain.ops.registry import capture_call, register_captures
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.movement import checked_axis
 from onnxtrain.ops.reshape.rows import vector_along
-from onnxtrain.ops.reshape.shape import reshaped
 
 
 def _flat(op: Builder, x: ir.Value) -> ir.Value:

@@ -20,7 +20,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
-from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.body_parts import cast, reshaped
 from onnxtrain.ops.definition import Call, InPlaceCapableCall, Kernel, Method, NodeView, numel
 from onnxtrain.ops.index.negative_indices import (
     is_non_negative,
@@ -30,7 +30,6 @@ from onnxtrain.ops.index.negative_indices import (
 )
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic_ints import known_ints, required_ints
 from onnxtrain.torch_compat import aten_kernels
 

@@ -20,7 +20,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, is_float, rank_of
-from onnxtrain.ops.body_parts import as_value, cast, int64_vector
+from onnxtrain.ops.body_parts import as_value, cast, int64_vector, reshaped
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import Call, Kernel, Method, NodeView
 from onnxtrain.ops.dtypes import TORCH_DTYPES
@@ -34,7 +34,6 @@ from onnxtrain.ops.index.scatter_gradient import IndexedAccess, scatter_gradient
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import zeros
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic_ints import required_ints
 
 

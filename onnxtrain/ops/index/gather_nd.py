@@ -138,7 +138,7 @@ GATHER_ND_GRAD = define_movement(
     lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape of GatherNDGrad")),),
     _lower_gather_nd_grad,
     None,
-    takes_ints=frozenset({0}),
+    host_inputs=frozenset({0}),
     domain=MICROSOFT,
     outputs=("dx",),
     attributes={"batch_dims": 0},

@@ -18,13 +18,12 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import OWN, dtype_of, rank_of
-from onnxtrain.ops.body_parts import as_value, cast
+from onnxtrain.ops.body_parts import as_value, cast, reshaped
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import Call, FromTorch, GradientRule, Kernel, NodeView, OpDef
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import scatter_rows
-from onnxtrain.ops.reshape.shape import reshaped
 
 Gradients = tuple[ir.Value | None, None, ir.Value | None]
 

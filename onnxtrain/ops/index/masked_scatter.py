@@ -14,12 +14,11 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of
-from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.body_parts import cast, reshaped
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.movement import define_movement
 from onnxtrain.ops.reshape.rows import zeros
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic_ints import required_ints
 
 
@@ -100,7 +99,7 @@ MASKED_SCATTER_GRAD = define_movement(
     lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape of MaskedScatterGrad")),),
     _lower_grad,
     None,
-    takes_ints=frozenset({2}),
+    host_inputs=frozenset({2}),
     domain=OWN,
     outputs=("ds",),
     body=_grad_body,

@@ -21,12 +21,11 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, constant_of, dtype_of, is_float, rank_of
-from onnxtrain.ops.body_parts import cast, int64_vector
+from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.index.negative_indices import is_non_negative, mark_non_negative, wrap_negative
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic_ints import required_ints
 
 
@@ -77,7 +76,7 @@ TOP_K = define_movement(
     _lower_top,
     _ordered_gradient,
     reads=("indices",),
-    takes_ints=frozenset({1}),
+    host_inputs=frozenset({1}),
     outputs=("values", "indices"),
     attributes={"axis": -1, "largest": 1, "sorted": 1},
     since_version=11,
@@ -183,7 +182,7 @@ KTH_VALUE = define_movement(
     lambda n, x, k: Call(torch.kthvalue, x, k[0], axis_of(n, n.x), True),
     _ordered_gradient,
     reads=("index",),
-    takes_ints=frozenset({1}),
+    host_inputs=frozenset({1}),
     domain=OWN,
     outputs=("value", "index"),
     attributes={"axis": -1},
@@ -243,7 +242,7 @@ ONE_HOT = define_movement(
     _one_hot_types,
     _lower_one_hot,
     None,
-    takes_ints=frozenset({1}),
+    host_inputs=frozenset({1}),
     attributes={"axis": -1},
     since_version=11,
     from_torch={"aten.one_hot.default": _capture_one_hot},

@@ -21,11 +21,12 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.graph.verify import format_type
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.constructors import define_by_body
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
-from onnxtrain.ops.reshape.shape import reshaped, sizes_on_device
+from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.ops.symbolic_ints import required_ints
 
 # ShrunkenGather
@@ -151,7 +152,7 @@ PAD_AND_UNFLATTEN = define_movement(
     lambda n, x, rows, dims: Call(pad_and_unflatten, x, rows, dims),
     _pad_gradient,
     reads=("rows",),
-    takes_ints=frozenset({2}),
+    host_inputs=frozenset({2}),
     domain=MICROSOFT,
     body=_pad_body,
     axes=_pad_axes,

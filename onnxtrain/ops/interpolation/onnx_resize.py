@@ -315,7 +315,7 @@ def _lower_grad(n: NodeView, dy: Any, shape: Any, roi: Any, scales: Any, wanted:
 
 
 def _original(n: NodeView) -> Sizes:
-    return required_ints(n.shape, "the shape that ResizeGrad gives")
+    return required_ints(n.shape, "the output shape of ResizeGrad")
 
 
 def _matrix(op: Builder, n: NodeView, change: Resized, size: Size, out: Size, dtype: ir.DataType) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Transpose, Squeeze, Unsqueeze and Expand: axes put in another order, dropped, added and repeated. All are views."""
+"""Transpose, Squeeze, Unsqueeze and Expand: permute, drop, add and broadcast axes. All are views."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, normalize_axes, normalize_axis, rank_of
-from onnxtrain.ops.body_parts import int64_vector
+from onnxtrain.ops.body_parts import int64_vector, reshaped
 from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
 from onnxtrain.ops.reshape.movement import axis_names, constant_ints, define_movement, format_axis_map
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic_ints import required_ints
 
 # Transpose(x, perm): axis i of y is axis perm[i] of x.
 
 
 def transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
-    """Puts the axes of x in the order `perm`; gives x itself where that is its own."""
+    """Permute the axes of x; return x itself for the identity."""
     rank = rank_of(x)
     perm = [normalize_axis(p, rank) for p in perm]
     if perm == list(range(rank)):
@@ -33,7 +32,7 @@ def transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
 
 
 def swapped(op: Builder, x: ir.Value, first: int, second: int) -> ir.Value:
-    """Swaps two axes of x."""
+    """Swap two axes of x."""
     rank = rank_of(x)
     perm = list(range(rank))
     if rank:
@@ -42,43 +41,45 @@ def swapped(op: Builder, x: ir.Value, first: int, second: int) -> ir.Value:
 
 
 def inverse(perm: Sequence[int]) -> list[int]:
-    """The permutation that undoes `perm`."""
+    """Return the inverse of a permutation."""
     return [list(perm).index(i) for i in range(len(perm))]
 
 
 def moved(rank: int, source: Sequence[int], target: Sequence[int]) -> list[int]:
-    """The permutation that puts axes `source` at places `target` and leaves the others in their order."""
+    """Return the permutation that moves axes `source` to positions `target` and keeps the others in order."""
     pairs = zip(target, source, strict=True)
-    places = {normalize_axis(t, rank): normalize_axis(s, rank) for t, s in pairs}
-    rest = iter([i for i in range(rank) if i not in places.values()])
-    return [places[i] if i in places else next(rest) for i in range(rank)]
+    source_of = {normalize_axis(t, rank): normalize_axis(s, rank) for t, s in pairs}
+    others = iter([i for i in range(rank) if i not in source_of.values()])
+    return [source_of[i] if i in source_of else next(others) for i in range(rank)]
 
 
 def perm_of(n: NodeView) -> tuple[int, ...]:
-    """Which axis of x each axis of y is."""
+    """Return the axis of x that each axis of y is."""
     rank = rank_of(n.x)
     perm = tuple(reversed(range(rank))) if n.perm is None else tuple(n.perm)
     if sorted(perm) != list(range(rank)):
-        raise GraphError("perm must name every axis once", expected=f"{rank} axes", got=str(perm))
+        raise GraphError(
+            "Transpose: perm must name every axis once", expected=f"a permutation of 0 to {rank - 1}", got=str(perm)
+        )
     return perm
 
 
 def _move_axes(op: Builder, x: ir.Value, source: int | Sequence[int], destination: int | Sequence[int]) -> ir.Value:
-    sources = [source] if isinstance(source, int) else source
-    targets = [destination] if isinstance(destination, int) else destination
-    return transposed(op, x, moved(rank_of(x), sources, targets))
+    source = [source] if isinstance(source, int) else source
+    destination = [destination] if isinstance(destination, int) else destination
+    return transposed(op, x, moved(rank_of(x), source, destination))
 
 
 def _reverse_axes(op: Builder, x: ir.Value) -> ir.Value:
     return transposed(op, x, list(reversed(range(rank_of(x)))))
 
 
-def _swap_last(op: Builder, x: ir.Value) -> ir.Value:
+def _swap_last_two(op: Builder, x: ir.Value) -> ir.Value:
     return swapped(op, x, -2, -1)
 
 
 def _capture_pixel_shuffle(op: Builder, x: ir.Value, factor: int) -> ir.Value:
-    """[.., c*r*r, h, w] -> [.., c, h*r, w*r]."""
+    """Capture [.., c*r*r, h, w] -> [.., c, h*r, w*r]."""
     *outer, _, height, width = sizes.dims_of(x)
     channels, rank = op.out[0].shape[-3], len(outer)
     parts = reshaped(op, x, (*outer, channels, factor, factor, height, width))
@@ -87,7 +88,7 @@ def _capture_pixel_shuffle(op: Builder, x: ir.Value, factor: int) -> ir.Value:
 
 
 def _capture_pixel_unshuffle(op: Builder, x: ir.Value, factor: int) -> ir.Value:
-    """[.., c, h*r, w*r] -> [.., c*r*r, h, w]."""
+    """Capture [.., c, h*r, w*r] -> [.., c*r*r, h, w]."""
     *outer, channels, _, _ = sizes.dims_of(x)
     (height, width), rank = op.out[0].shape[-2:], len(outer)
     parts = reshaped(op, x, (*outer, channels, height, factor, width, factor))
@@ -120,7 +121,7 @@ TRANSPOSE = define_movement(
         "aten.t.default": _reverse_axes,
         "aten.t_copy.default": _reverse_axes,
         "aten.numpy_T.default": _reverse_axes,
-        "aten.mT.default": _swap_last,
+        "aten.mT.default": _swap_last_two,
         "aten.movedim.int": _move_axes,
         "aten.movedim.intlist": _move_axes,
         "aten.moveaxis.int": _move_axes,
@@ -135,43 +136,43 @@ TRANSPOSE = define_movement(
 )
 
 
-# Squeeze(x, axes): the axes, all of size 1, dropped. Without axes, every axis of size 1.
+# Squeeze(x, axes): drops these axes, all of size 1; without `axes` every axis of size 1.
 
 
-def _squeezed(n: NodeView) -> tuple[int, ...]:
+def _dropped_axes(n: NodeView) -> tuple[int, ...]:
     shape = sizes.dims_of(n.x)
     if n.axes is None:
         return tuple(i for i, s in enumerate(shape) if s == 1)
     axes = normalize_axes(constant_ints(n.axes, "the axes of Squeeze"), len(shape))
     if wrong := [shape[a] for a in axes if isinstance(shape[a], int) and shape[a] != 1]:
-        raise GraphError("Squeeze drops axes of size 1", got=f"sizes {wrong}")
+        raise GraphError("Squeeze: an axis to drop is not of size 1", expected="size 1", got=f"sizes {wrong}")
     return axes
 
 
 def _squeezed_type(n: NodeView) -> Sequence[TensorType]:
-    gone = _squeezed(n)
-    return (TensorType(dtype_of(n.x), tuple(s for i, s in enumerate(sizes.dims_of(n.x)) if i not in gone)),)
+    dropped = _dropped_axes(n)
+    return (TensorType(dtype_of(n.x), tuple(s for i, s in enumerate(sizes.dims_of(n.x)) if i not in dropped)),)
 
 
 def _squeeze_axes(n: NodeView) -> str:
-    gone = _squeezed(n)
-    left = ["1" if i in gone else f"a{i}" for i in range(rank_of(n.x))]
+    dropped = _dropped_axes(n)
+    left = ["1" if i in dropped else f"a{i}" for i in range(rank_of(n.x))]
     inputs = [left] + [None] * (len(n.node.inputs) - 1)
     return format_axis_map(inputs, [word for word in left if word != "1"])
 
 
 def _capture_squeeze(op: Builder, x: ir.Value, dim: int | Sequence[int] | None = None) -> ir.Value:
-    """PyTorch drops the named axes whose size is 1. The capture's guards hold it to the rank of its output."""
+    """Capture a squeeze: PyTorch drops only axes of size 1, and the guards of the capture fix the output's rank."""
     shape = sizes.dims_of(x)
     dims = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = [a for a in normalize_axes(dims, len(shape)) if shape[a] == 1] if shape else []
-    if len(shape) - len(gone) != len(op.out[0].shape):
+    dropped = [a for a in normalize_axes(dims, len(shape)) if shape[a] == 1] if shape else []
+    if len(shape) - len(dropped) != len(op.out[0].shape):
         return reshaped(op, x, op.out[0].shape)
-    return squeezed(op, x, *gone)
+    return squeezed(op, x, *dropped)
 
 
 def squeezed(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
-    """Drops the axes, all of size 1; gives x itself where there are none."""
+    """Drop `axes`, all of size 1; return x itself if there are none."""
     result: ir.Value = op.Squeeze(x, int64_vector(op, axes)) if axes else x
     return result
 
@@ -180,9 +181,9 @@ SQUEEZE = define_movement(
     "Squeeze",
     ("x", "axes?"),
     _squeezed_type,
-    lambda n, x, axes: Call(torch.squeeze, x, _squeezed(n)),
-    lambda op, n, dy: (op.Unsqueeze(dy, int64_vector(op, _squeezed(n))), None)[: len(n.node.inputs)],
-    takes_ints=frozenset({1}),
+    lambda n, x, axes: Call(torch.squeeze, x, _dropped_axes(n)),
+    lambda op, n, dy: (op.Unsqueeze(dy, int64_vector(op, _dropped_axes(n))), None)[: len(n.node.inputs)],
+    host_inputs=frozenset({1}),
     since_version=13,
     from_torch={
         "aten.squeeze.default": _capture_squeeze,
@@ -195,58 +196,63 @@ SQUEEZE = define_movement(
     axes=_squeeze_axes,
     preserves_elements=True,
     view=True,
-    host_eval=lambda n, x, axes=None: x[0] if isinstance(x, tuple) and len(x) == 1 and _squeezed(n) else x,
+    host_eval=lambda n, x, axes=None: x[0] if isinstance(x, tuple) and len(x) == 1 and _dropped_axes(n) else x,
     nondiff_inputs=frozenset({"axes"}),
     moved_inputs=frozenset({"x"}),
 )
 
 
-# Unsqueeze(x, axes): new axes of size 1, at these places of the output.
+# Unsqueeze(x, axes): adds axes of size 1 at these positions of the output.
 
 
 def unsqueezed(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
-    """Adds axes of size 1 at `axes` of the result; gives x itself where there are none."""
+    """Add axes of size 1 at positions `axes` of the result; return x itself if there are none."""
     if not axes:
         return x
-    places = normalize_axes(axes, rank_of(x) + len(axes))
-    result: ir.Value = op.Unsqueeze(x, int64_vector(op, places))
+    positions = normalize_axes(axes, rank_of(x) + len(axes))
+    result: ir.Value = op.Unsqueeze(x, int64_vector(op, positions))
     return result
 
 
-def _unsqueezed(n: NodeView) -> tuple[int, ...]:
+def _added_axes(n: NodeView) -> tuple[int, ...]:
     axes = constant_ints(n.axes, "the axes of Unsqueeze")
     rank = rank_of(n.x) + len(axes)
-    places = normalize_axes(axes, rank)
-    if not places or len(set(places)) != len(places) or any(not 0 <= a < rank for a in places):
-        raise GraphError("Unsqueeze adds one or more axes of its output", expected=f"axes below {rank}", got=str(axes))
-    return places
+    positions = normalize_axes(axes, rank)
+    if not positions or len(set(positions)) != len(positions) or any(not 0 <= a < rank for a in positions):
+        raise GraphError(
+            "Unsqueeze: axes must name distinct axes of the output, at least one",
+            expected=f"axes in [{-rank}, {rank})",
+            got=str(axes),
+        )
+    return positions
 
 
-def _with_ones(words: Sequence[Any], places: Sequence[int], one: Any) -> list[Any]:
-    rest = iter(words)
-    return [one if i in places else next(rest) for i in range(len(words) + len(places))]
+def _insert(items: Sequence[Any], positions: Sequence[int], inserted: Any) -> list[Any]:
+    """Insert the same item at these positions of the result."""
+    originals = iter(items)
+    return [inserted if i in positions else next(originals) for i in range(len(items) + len(positions))]
 
 
-def _unsqueeze_call(n: NodeView, x: Any, axes: Any) -> Call:
-    first, *rest = _unsqueezed(n)
+def _lower_unsqueeze(n: NodeView, x: Any, axes: Any) -> Call:
+    first, *others = _added_axes(n)
     call = Call(torch.unsqueeze, x, first)
-    for place in rest:
-        call = Call(torch.unsqueeze, call, place)
+    for axis in others:
+        call = Call(torch.unsqueeze, call, axis)
     return call
 
 
 def _unsqueeze_axes(n: NodeView) -> str:
     left = axis_names("a", rank_of(n.x))
-    return format_axis_map([left, None], _with_ones(left, _unsqueezed(n), "1"))
+    return format_axis_map([left, None], _insert(left, _added_axes(n), "1"))
 
 
 UNSQUEEZE = define_movement(
     "Unsqueeze",
     ("x", "axes"),
-    lambda n: (TensorType(dtype_of(n.x), tuple(_with_ones(sizes.dims_of(n.x), _unsqueezed(n), 1))),),
-    _unsqueeze_call,
-    lambda op, n, dy: (op.Squeeze(dy, int64_vector(op, _unsqueezed(n))), None),
-    takes_ints=frozenset({1}),
+    lambda n: (TensorType(dtype_of(n.x), tuple(_insert(sizes.dims_of(n.x), _added_axes(n), 1))),),
+    _lower_unsqueeze,
+    lambda op, n, dy: (op.Squeeze(dy, int64_vector(op, _added_axes(n))), None),
+    host_inputs=frozenset({1}),
     since_version=13,
     from_torch={
         "aten.unsqueeze.default": unsqueezed,
@@ -261,20 +267,20 @@ UNSQUEEZE = define_movement(
 )
 
 
-# Expand(x, shape): x broadcast together with `shape`; where `shape` has 1, x's own size stays.
+# Expand(x, shape): x and `shape` broadcast against each other; a 1 in `shape` keeps x's size.
 
 
-def expanded(op: Builder, x: ir.Value, wanted: Sequence[Size]) -> ir.Value:
-    """Repeats x along axes of size 1 and new leading axes to the sizes `wanted`; gives x itself where it has them."""
-    wanted = tuple(wanted)
-    if sizes.dims_of(x) == wanted:
+def expanded(op: Builder, x: ir.Value, shape: Sequence[Size]) -> ir.Value:
+    """Broadcast x to `shape`; return x itself if it has this shape."""
+    shape = tuple(shape)
+    if sizes.dims_of(x) == shape:
         return x
-    result: ir.Value = op.Expand(x, op.sizes(wanted))
+    result: ir.Value = op.Expand(x, op.sizes(shape))
     return result
 
 
 def _expanded_type(n: NodeView) -> Sequence[TensorType]:
-    target = required_ints(n.shape, "the shape that Expand gives")
+    target = required_ints(n.shape, "the output shape of Expand")
     return (TensorType(dtype_of(n.x), sizes.broadcast(sizes.dims_of(n.x), target)),)
 
 
@@ -283,7 +289,7 @@ def _expand_both(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _lower_expand(n: NodeView, x: Any, shape: Any) -> Call:
-    # torch's expand takes the output's sizes; ONNX also lets x be larger than `shape` says.
+    # torch's expand takes the sizes of the output; in ONNX a size of x may exceed that of `shape`.
     if as_sizes(n.shape) == sizes.dims_of(n.y):
         return Method("expand", x, shape)
     return Call(_expand_both, x, shape)
@@ -296,39 +302,39 @@ def _expand_axes(n: NodeView) -> str:
     for i, s in enumerate(source):
         if s == target[i + offset] != 1:
             left[i] = right[i + offset]
-        elif s != 1:  # at run time 1, or the same
+        elif s != 1:  # symbolic: 1 or equal at run time
             left[i], right[i + offset] = f"[x{i}]", f"[y{i + offset}]"
     return format_axis_map([left, None], right)
 
 
-def _to_output_sizes(op: Builder, x: ir.Value, *arguments: Any, implicit: bool = False) -> ir.Value:
+def _capture_expand(op: Builder, x: ir.Value, *arguments: Any, implicit: bool = False) -> ir.Value:
     return expanded(op, x, op.out[0].shape)
 
 
-def _broadcast_tensors(op: Builder, xs: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
+def _capture_broadcast_tensors(op: Builder, xs: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
     return tuple(expanded(op, x, out.shape) for x, out in zip(xs, op.out, strict=True))
 
 
-def _meshgrid(op: Builder, xs: Sequence[ir.Value], *, indexing: str = "ij") -> tuple[ir.Value, ...]:
-    """Each vector along an axis of its own; with "xy" the first two axes change places."""
-    places = list(range(len(xs)))
+def _capture_meshgrid(op: Builder, xs: Sequence[ir.Value], *, indexing: str = "ij") -> tuple[ir.Value, ...]:
+    """Expand each vector along its own axis; "xy" swaps the first two axes."""
+    axes = list(range(len(xs)))
     if indexing == "xy" and len(xs) >= 2:
-        places[0], places[1] = 1, 0
+        axes[0], axes[1] = 1, 0
     grids = []
-    for x, place, out in zip(xs, places, op.out, strict=True):
-        column = [-1 if i == place else 1 for i in range(len(xs))]
+    for x, axis, out in zip(xs, axes, op.out, strict=True):
+        column = [-1 if i == axis else 1 for i in range(len(xs))]
         grids.append(expanded(op, op.Reshape(x, int64_vector(op, column)), out.shape))
     return tuple(grids)
 
 
-_EXPANSIONS: dict[str, FromTorch] = {
+_FROM_TORCH: dict[str, FromTorch] = {
     **dict.fromkeys(
         ("aten.expand.default", "aten.expand_copy.default", "aten.expand_as.default", "aten.broadcast_to.default"),
-        _to_output_sizes,
+        _capture_expand,
     ),
-    "aten.broadcast_tensors.default": _broadcast_tensors,
-    "aten.meshgrid.default": _meshgrid,
-    "aten.meshgrid.indexing": _meshgrid,
+    "aten.broadcast_tensors.default": _capture_broadcast_tensors,
+    "aten.meshgrid.default": _capture_meshgrid,
+    "aten.meshgrid.indexing": _capture_meshgrid,
 }
 
 EXPAND = define_movement(
@@ -337,9 +343,9 @@ EXPAND = define_movement(
     _expanded_type,
     _lower_expand,
     lambda op, n, dy: (dy, None),
-    takes_ints=frozenset({1}),
+    host_inputs=frozenset({1}),
     since_version=13,
-    from_torch=_EXPANSIONS,
+    from_torch=_FROM_TORCH,
     axes=_expand_axes,
     view=True,
     nondiff_inputs=frozenset({"shape"}),

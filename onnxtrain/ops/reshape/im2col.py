@@ -1,7 +1,7 @@
-"""Sliding windows laid out as columns, and columns summed back (torch.nn.Unfold, torch.nn.Fold).
+"""Im2Col and Col2Im: sliding windows as columns, and their sum (torch.nn.Unfold, torch.nn.Fold).
 
-    Im2Col(x[n, c, h, w]) -> y[n, c*k, l]            column l holds window l, its k = kh*kw places channel by channel
-    Col2Im(x[n, c*k, l], size) -> y[n, c, h, w]      each place is the sum of all that windows hold for it
+    Im2Col(x[n, c, h, w]) -> y[n, c*k, l]            column l holds window l: k = kh*kw elements of each channel
+    Col2Im(x[n, c*k, l], size) -> y[n, c, h, w]      the sum over the windows that hold each pixel
 
 Each is the other's gradient. Windows are those of a convolution with `kernel_shape`, `strides`, `pads`, `dilations`.
 """
@@ -25,7 +25,7 @@ from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
 from onnxtrain.ops.sliding_windows import ints_per_axis, product, sizes_per_axis, symmetric_pads, window_count
 
 aten = torch.ops.aten
-_WINDOW: dict[str, Any] = {
+_WINDOW_ATTRIBUTES: dict[str, Any] = {
     "kernel_shape": REQUIRED,
     "strides": (1, 1),
     "pads": (0, 0, 0, 0),
@@ -33,23 +33,23 @@ _WINDOW: dict[str, Any] = {
 }
 
 
-def _how(n: NodeView) -> dict[str, Any]:
-    return {name: getattr(n, name) for name in _WINDOW}
+def _window_attributes(n: NodeView) -> dict[str, Any]:
+    return {name: getattr(n, name) for name in _WINDOW_ATTRIBUTES}
 
 
-def _windows(n: NodeView, size: Sequence[Size]) -> list[Size]:
-    """How many windows there are along each axis of `size`."""
+def _window_counts(n: NodeView, size: Sequence[Size]) -> list[Size]:
+    """Return the number of windows along each axis of `size`."""
     axes = zip(size, n.kernel_shape, n.strides, symmetric_pads(n, 2), n.dilations, strict=True)
     return [window_count(s, k, stride, pad, dilation) for s, k, stride, pad, dilation in axes]
 
 
-def _settings(n: NodeView) -> list[list[int]]:
-    """What ATen takes: kernel, dilation, padding, stride."""
+def _aten_window(n: NodeView) -> list[list[int]]:
+    """Return ATen's arguments: kernel, dilation, padding, stride."""
     return [list(n.kernel_shape), list(n.dilations), symmetric_pads(n, 2), list(n.strides)]
 
 
-def _places(op: Builder, n: NodeView, axis: int, windows: Size) -> ir.Value:
-    """Where in the padded axis each place of each window lies: [kernel, windows]."""
+def _positions(op: Builder, n: NodeView, axis: int, windows: Size) -> ir.Value:
+    """Return the indices in the padded axis of the elements of each window: [kernel, windows]."""
     one = op.scalar(1, ir.DataType.INT64)
     start = op.Mul(op.Range(op.size(0), op.size(windows), one), op.size(n.strides[axis]))
     step = op.constant([[i * n.dilations[axis]] for i in range(n.kernel_shape[axis])], ir.DataType.INT64)
@@ -60,31 +60,31 @@ def _places(op: Builder, n: NodeView, axis: int, windows: Size) -> ir.Value:
 # Im2Col
 
 
-def _columns(n: NodeView) -> Sequence[TensorType]:
+def _im2col_type(n: NodeView) -> Sequence[TensorType]:
     batch, channels, *size = sizes.dims_of(n.x)
     rows = sizes.multiply(channels, product(n.kernel_shape))
-    return (TensorType(dtype_of(n.x), (batch, rows, product(_windows(n, size)))),)
+    return (TensorType(dtype_of(n.x), (batch, rows, product(_window_counts(n, size)))),)
 
 
 def _padded(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
-    down, right = symmetric_pads(n, 2)
-    pads = int64_vector(op, [down, right, down, right])
+    height_pad, width_pad = symmetric_pads(n, 2)
+    pads = int64_vector(op, [height_pad, width_pad, height_pad, width_pad])
     return op.Pad(x, pads, op.scalar(0, like=x), int64_vector(op, [2, 3]))  # type: ignore[no-any-return]
 
 
 def _im2col_body(op: Builder, n: NodeView) -> ir.Value:
-    down, right = _windows(n, sizes.dims_of(n.x)[2:])
-    y = op.Gather(_padded(op, n, n.x), _places(op, n, 0, down), axis=2)  # [n, c, kh, lh, w]
-    y = op.Gather(y, _places(op, n, 1, right), axis=4)  # [n, c, kh, lh, kw, lw]
-    return reshaped(op, op.Transpose(y, perm=[0, 1, 2, 4, 3, 5]), _columns(n)[0].shape)
+    rows, columns = _window_counts(n, sizes.dims_of(n.x)[2:])
+    y = op.Gather(_padded(op, n, n.x), _positions(op, n, 0, rows), axis=2)  # [n, c, kh, lh, w]
+    y = op.Gather(y, _positions(op, n, 1, columns), axis=4)  # [n, c, kh, lh, kw, lw]
+    return reshaped(op, op.Transpose(y, perm=[0, 1, 2, 4, 3, 5]), _im2col_type(n)[0].shape)
 
 
 def _im2col_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    dx: ir.Value = op.own.Col2Im(dy, op.sizes(sizes.dims_of(n.x)[2:]), **_how(n))
+    dx: ir.Value = op.own.Col2Im(dy, op.sizes(sizes.dims_of(n.x)[2:]), **_window_attributes(n))
     return dx
 
 
-def _attributes(kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> dict[str, Any]:
+def _onnx_window(kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> dict[str, Any]:
     return {
         "kernel_shape": ints_per_axis(kernel_size, 2),
         "strides": ints_per_axis(stride, 2),
@@ -95,8 +95,8 @@ def _attributes(kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> d
 
 def _capture_im2col(op: Builder, x: ir.Value, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
     if rank_of(x) != 4:
-        return NotImplemented  # a single sample: left to PyTorch
-    return op.own.Im2Col(x, **_attributes(kernel_size, dilation, padding, stride))
+        return NotImplemented  # no batch dimension: PyTorch runs it
+    return op.own.Im2Col(x, **_onnx_window(kernel_size, dilation, padding, stride))
 
 
 define_fused(
@@ -104,12 +104,12 @@ define_fused(
     "Im2Col",
     ("x",),
     ("y",),
-    attributes=_WINDOW,
+    attributes=_WINDOW_ATTRIBUTES,
     from_torch={"aten.im2col.default": _capture_im2col},
-    shapes=_columns,
+    shapes=_im2col_type,
     body=_im2col_body,
     gradient=(Gradient(_im2col_gradient, reads=()),),
-    lower=lambda n, x: Call(aten.im2col.default, x, *_settings(n)),
+    lower=lambda n, x: Call(aten.im2col.default, x, *_aten_window(n)),
     axes=lambda n: "n [c] [h] [w] -> n [k] [l]",
     flops=lambda n: 0,
 )
@@ -118,43 +118,46 @@ define_fused(
 # Col2Im
 
 
-def _image(n: NodeView) -> Sequence[TensorType]:
+def _col2im_type(n: NodeView) -> Sequence[TensorType]:
     size = as_sizes(n.size)
     if size is None:
-        raise GraphError("Col2Im needs to know its sizes", got=f"{n.size.name}, of unknown contents")
+        raise GraphError(
+            "Col2Im: the image size must follow from constants and sizes of inputs",
+            got=f"{n.size.name}, whose values are unknown",
+        )
     batch, rows, _ = sizes.dims_of(n.x)
     return (TensorType(dtype_of(n.x), (batch, sizes.floor_divide(rows, product(n.kernel_shape)), *size)),)
 
 
 def _col2im_body(op: Builder, n: NodeView) -> ir.Value:
-    """Each axis multiplied with a matrix of ones where a window's place lies."""
-    batch, channels, *size = _image(n)[0].shape
-    windows, pads = _windows(n, size), symmetric_pads(n, 2)
+    """Multiply each axis by a 0/1 matrix that adds up the elements of windows at the same position."""
+    batch, channels, *size = _col2im_type(n)[0].shape
+    windows, pads = _window_counts(n, size), symmetric_pads(n, 2)
     y = reshaped(op, n.x, [batch, channels, *n.kernel_shape, *windows])
     y = op.Transpose(y, perm=[0, 1, 2, 4, 3, 5])
     flat: Sizes = tuple(sizes.multiply(k, w) for k, w in zip(n.kernel_shape, windows, strict=True))
     y = reshaped(op, y, [batch, channels, *flat])
     matrices = []
     for axis in (0, 1):
-        places = reshaped(op, _places(op, n, axis, windows[axis]), [flat[axis], 1])
-        inside = op.Range(op.size(pads[axis]), op.size(sizes.add(size[axis], pads[axis])), op.size(1))
-        matrices.append(op.Cast(op.Equal(places, inside), to=dtype_of(n.x)))
-    down, right = matrices
-    result: ir.Value = op.MatMul(op.Transpose(down, perm=[1, 0]), op.MatMul(y, right))
+        positions = reshaped(op, _positions(op, n, axis, windows[axis]), [flat[axis], 1])
+        unpadded = op.Range(op.size(pads[axis]), op.size(sizes.add(size[axis], pads[axis])), op.size(1))
+        matrices.append(op.Cast(op.Equal(positions, unpadded), to=dtype_of(n.x)))
+    rows, columns = matrices
+    result: ir.Value = op.MatMul(op.Transpose(rows, perm=[1, 0]), op.MatMul(y, columns))
     return result
 
 
 def _col2im_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
-    return [op.own.Im2Col(dy, **_how(n)), None]
+    return [op.own.Im2Col(dy, **_window_attributes(n)), None]
 
 
 def _capture_col2im(
     op: Builder, x: ir.Value, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
 ) -> Any:
     if rank_of(x) != 3:
-        return NotImplemented  # a single sample: left to PyTorch
+        return NotImplemented  # no batch dimension: PyTorch runs it
     size = op.sizes(sizes_per_axis(output_size, 2))
-    return op.own.Col2Im(x, size, **_attributes(kernel_size, dilation, padding, stride))
+    return op.own.Col2Im(x, size, **_onnx_window(kernel_size, dilation, padding, stride))
 
 
 define_fused(
@@ -162,13 +165,13 @@ define_fused(
     "Col2Im",
     ("x", "size"),
     ("y",),
-    attributes=_WINDOW,
+    attributes=_WINDOW_ATTRIBUTES,
     from_torch={"aten.col2im.default": _capture_col2im},
-    shapes=_image,
+    shapes=_col2im_type,
     body=_col2im_body,
     gradient=(Gradient(_col2im_gradient, reads=()),),
     nondiff_inputs=frozenset({"size"}),
-    lower=lambda n, x, size: Call(aten.col2im.default, x, list(size), *_settings(n)),
+    lower=lambda n, x, size: Call(aten.col2im.default, x, list(size), *_aten_window(n)),
     host_inputs=frozenset({1}),
     axes=lambda n: "n [k] [l], [s] -> n [c] [h] [w]",
     flops=lambda n: numel(n.x),

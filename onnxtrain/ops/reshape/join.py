@@ -1,4 +1,4 @@
-"""Concat and Split: tensors joined along an axis, and cut into pieces along it."""
+"""Concat and Split."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, normalize_axis, rank_of
-from onnxtrain.ops.body_parts import cast, int64_vector
+from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, define_movement, format_axis_map
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic_ints import required_ints
 
 # Concat(xs..., axis)
 
 
 def concatenated(op: Builder, xs: Sequence[ir.Value], axis: int) -> ir.Value:
-    """The tensors joined along `axis`; the tensor itself where there is one."""
+    """Concatenate along `axis`; return a single tensor itself."""
     result: ir.Value = xs[0] if len(xs) == 1 else op.Concat(*xs, axis=normalize_axis(axis, rank_of(xs[0])))
     return result
 
@@ -34,8 +33,12 @@ def _concatenated_type(n: NodeView) -> Sequence[TensorType]:
     axis = axis_of(n, n.xs[0])
     shapes = [sizes.dims_of(x) for x in n.xs]
     if any(len(s) != len(shapes[0]) or dtype_of(x) != dtype_of(n.xs[0]) for s, x in zip(shapes, n.xs, strict=True)):
-        raise GraphError("Concat joins tensors of one rank and element type", got=str([str(x.type) for x in n.xs]))
-    # Other axes are equal; where that is known by number for one tensor it is so for all.
+        raise GraphError(
+            "Concat: the inputs differ in rank or element type",
+            expected=f"{dtype_of(n.xs[0]).name} of rank {len(shapes[0])}, as the first input",
+            got=", ".join(f"{dtype_of(x).name}{list(shape)}" for x, shape in zip(n.xs, shapes, strict=True)),
+        )
+    # The other axes are equal: a size that is static for one input is so for all.
     columns = zip(*shapes, strict=True)
     result: list[Size] = [next((s for s in column if isinstance(s, int)), column[0]) for column in columns]
     result[axis] = sizes.add(*(s[axis] for s in shapes))
@@ -49,13 +52,13 @@ def _concat_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Valu
 
 def _concat_axes(n: NodeView) -> str:
     axis = axis_of(n, n.xs[0])
-    words = axis_names("a", rank_of(n.xs[0]))
-    inputs = [[f"x{i}" if k == axis else word for k, word in enumerate(words)] for i in range(len(n.xs))]
-    return format_axis_map(inputs, words)
+    names = axis_names("a", rank_of(n.xs[0]))
+    inputs = [[f"x{i}" if k == axis else name for k, name in enumerate(names)] for i in range(len(n.xs))]
+    return format_axis_map(inputs, names)
 
 
 def _capture_cat(op: Builder, xs: Sequence[ir.Value], dim: int = 0) -> ir.Value:
-    """PyTorch promotes to the widest type, and ignores 1-dimensional tensors of size 0 among others."""
+    """Capture cat: PyTorch promotes to the widest type, and ignores vectors of size 0 among tensors of higher rank."""
     dtype, shape = op.out[0]
     kept = [x for x in xs if len(shape) == 1 or sizes.dims_of(x) != (0,)]
     return concatenated(op, [cast(op, x, dtype) for x in kept or xs[:1]], dim)
@@ -67,29 +70,29 @@ def _capture_stack(op: Builder, xs: Sequence[ir.Value], dim: int = 0) -> ir.Valu
     return concatenated(op, [unsqueezed(op, cast(op, x, dtype), axis) for x in xs], axis)
 
 
-def _joined(least_rank: int, axis: int) -> Any:
-    """`hstack` and its like: tensors of fewer axes get new ones, then all are joined along `axis`."""
+def _capture_stack_of_rank(min_rank: int, axis: int) -> Any:
+    """Capture `hstack`, `vstack` or `dstack`: expand all to `min_rank`, then concatenate along `axis`."""
 
     def capture(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
         rank = len(op.out[0].shape)
-        along = 0 if rank == 1 else axis
-        return concatenated(op, [cast(op, _at_least(op, x, least_rank), op.out[0].dtype) for x in xs], along)
+        expanded = [cast(op, _with_min_rank(op, x, min_rank), op.out[0].dtype) for x in xs]
+        return concatenated(op, expanded, 0 if rank == 1 else axis)
 
     return capture
 
 
-def _at_least(op: Builder, x: ir.Value, rank: int) -> ir.Value:
-    """As torch.atleast_1d, 2d, 3d."""
+def _with_min_rank(op: Builder, x: ir.Value, rank: int) -> ir.Value:
+    """Reshape as torch.atleast_1d, 2d or 3d does."""
     shape = sizes.dims_of(x)
     if len(shape) >= rank:
         return x
     if not shape:
         return reshaped(op, x, (1,) * rank)
-    leading = {(1, 2): (1, *shape), (1, 3): (1, *shape, 1), (2, 3): (*shape, 1)}[len(shape), rank]
-    return reshaped(op, x, leading)
+    with_ones = {(1, 2): (1, *shape), (1, 3): (1, *shape, 1), (2, 3): (*shape, 1)}[len(shape), rank]
+    return reshaped(op, x, with_ones)
 
 
-def _column_stack(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
+def _capture_column_stack(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
     columns = [reshaped(op, x, (sizes.multiply(1, *sizes.dims_of(x)), 1)) if rank_of(x) < 2 else x for x in xs]
     return concatenated(op, [cast(op, c, op.out[0].dtype) for c in columns], 1)
 
@@ -107,11 +110,11 @@ CONCAT = define_movement(
         "aten.concat.default": _capture_cat,
         "aten.concatenate.default": _capture_cat,
         "aten.stack.default": _capture_stack,
-        "aten.hstack.default": _joined(1, 1),
-        "aten.vstack.default": _joined(2, 0),
-        "aten.row_stack.default": _joined(2, 0),
-        "aten.dstack.default": _joined(3, 2),
-        "aten.column_stack.default": _column_stack,
+        "aten.hstack.default": _capture_stack_of_rank(1, 1),
+        "aten.vstack.default": _capture_stack_of_rank(2, 0),
+        "aten.row_stack.default": _capture_stack_of_rank(2, 0),
+        "aten.dstack.default": _capture_stack_of_rank(3, 2),
+        "aten.column_stack.default": _capture_column_stack,
     },
     axes=_concat_axes,
     host_eval=lambda n, *parts: tuple(itertools.chain.from_iterable(parts)),
@@ -119,11 +122,11 @@ CONCAT = define_movement(
 )
 
 
-# Split(x, split?, axis, num_outputs?): pieces of the sizes `split`, or `num_outputs` of one size, the last smaller.
+# Split(x, split?, axis, num_outputs?): pieces of lengths `split`, or `num_outputs` of one length; the last is the rest.
 
 
 def split(op: Builder, x: ir.Value, lengths: Sequence[Size], axis: int) -> tuple[ir.Value, ...]:
-    """Cuts x along `axis` into pieces of these lengths; gives x itself where that is one."""
+    """Split x along `axis` into pieces of these lengths; return x itself for a single one."""
     if len(lengths) == 1:
         return (x,)
     shape = sizes.dims_of(x)
@@ -134,14 +137,18 @@ def split(op: Builder, x: ir.Value, lengths: Sequence[Size], axis: int) -> tuple
 
 
 def _lengths(n: NodeView) -> tuple[Size, ...]:
-    """The lengths of the pieces."""
     if n.split is not None:
-        return required_ints(n.split, "the lengths that Split cuts")
+        return required_ints(n.split, "the lengths of Split")
     total, count = sizes.dims_of(n.x)[axis_of(n, n.x)], len(n.node.outputs)
     each = sizes.floor_divide(sizes.add(total, count - 1), count)
     last = sizes.subtract(total, sizes.multiply(each, count - 1))
     if isinstance(last, int) and last < 0:
-        raise GraphError(f"{total} does not make {count} pieces of {each}", todo="give Split the lengths of the pieces")
+        raise GraphError(
+            "Split: too many pieces of equal length",
+            expected=f"pieces of {each}, the last not negative",
+            got=f"{count} pieces of an axis of {total}",
+            todo="pass the lengths of the pieces",
+        )
     return (*(each,) * (count - 1), last)
 
 
@@ -149,19 +156,29 @@ def _split_types(n: NodeView) -> Sequence[TensorType]:
     axis, shape, lengths = axis_of(n, n.x), sizes.dims_of(n.x), _lengths(n)
     total = sizes.add(*lengths)
     if isinstance(total, int) and isinstance(shape[axis], int) and total != shape[axis]:
-        raise GraphError("Split cuts all of the axis", expected=str(shape[axis]), got=str(lengths))
+        raise GraphError(
+            "Split: the lengths do not add up to the size of the axis",
+            expected=f"a sum of {shape[axis]}",
+            got=f"{total}, of {lengths}",
+        )
     return [TensorType(dtype_of(n.x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
 
 
 def split_count(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
-    """How many pieces there are: as many as lengths."""
+    """Return the number of pieces: that of the lengths, or `num_outputs`."""
     if len(inputs) > 1 and inputs[1] is not None:
         count = sizes.dims_of(inputs[1])[0]
         if not isinstance(count, int):
-            raise GraphError("Split cuts a known number of pieces", got=f"{inputs[1].name} with {count} lengths")
+            raise GraphError(
+                "Split: the number of pieces must be static",
+                expected="a vector of lengths whose size is an integer",
+                got=f"{inputs[1].name} of size {count}",
+            )
         return count
     if attributes.get("num_outputs") is None:
-        raise GraphError("Split needs the lengths of its pieces, or their number", todo="set num_outputs")
+        raise GraphError(
+            "Split: neither lengths nor num_outputs given", expected="one of both", todo="set the attribute num_outputs"
+        )
     return int(attributes["num_outputs"])
 
 
@@ -178,7 +195,7 @@ def _lower_split(n: NodeView, x: Any, lengths: Any) -> Call:
 
 
 def _split_gradient(op: Builder, n: NodeView, *dys: ir.Value | None) -> Sequence[ir.Value | None]:
-    """The cotangents joined, with zeros for the pieces that have none."""
+    """Concatenate the cotangents, with zeros for absent ones."""
     parts = [
         dy if dy is not None else op.Expand(op.scalar(0.0, like=y), op.shape_of(y))
         for dy, y in zip(dys, n.node.outputs, strict=True)
@@ -188,28 +205,28 @@ def _split_gradient(op: Builder, n: NodeView, *dys: ir.Value | None) -> Sequence
 
 def _split_axes(n: NodeView) -> str:
     axis = axis_of(n, n.x)
-    words = axis_names("a", rank_of(n.x))
-    outputs = [[f"y{i}" if k == axis else word for k, word in enumerate(words)] for i in range(len(n.node.outputs))]
-    return format_axis_map([words, *[None] * (len(n.node.inputs) - 1)], *outputs)
+    names = axis_names("a", rank_of(n.x))
+    outputs = [[f"y{i}" if k == axis else name for k, name in enumerate(names)] for i in range(len(n.node.outputs))]
+    return format_axis_map([names, *[None] * (len(n.node.inputs) - 1)], *outputs)
 
 
-def _capture_split(op: Builder, x: ir.Value, how: Any = None, dim: int = 0) -> tuple[ir.Value, ...]:
-    """Any ATen split: the lengths of the pieces are those of its outputs."""
+def _capture_split(op: Builder, x: ir.Value, sections: Any = None, dim: int = 0) -> tuple[ir.Value, ...]:
+    """Capture any ATen split: the lengths of the pieces are those of its outputs."""
     axis = normalize_axis(dim, rank_of(x))
     return split(op, x, [out.shape[axis] for out in op.out], axis)
 
 
-def _split_along(axis: int) -> Any:
-    """`hsplit` and its like, which cut a vector along its only axis."""
+def _capture_split_along(axis: int) -> Any:
+    """Capture `hsplit`, `vsplit` or `dsplit`, which split a vector along its only axis."""
 
-    def capture(op: Builder, x: ir.Value, how: Any) -> tuple[ir.Value, ...]:
-        return _capture_split(op, x, how, 0 if rank_of(x) == 1 else axis)
+    def capture(op: Builder, x: ir.Value, sections: Any) -> tuple[ir.Value, ...]:
+        return _capture_split(op, x, sections, 0 if rank_of(x) == 1 else axis)
 
     return capture
 
 
 def _capture_unbind(op: Builder, x: ir.Value, dim: int = 0) -> tuple[ir.Value, ...]:
-    """One view per index. Split and Squeeze, so that the gradient is one Concat."""
+    """Capture one view per index as Split and Squeeze: the gradient is one Concat."""
     axis = normalize_axis(dim, rank_of(x))
     pieces = split(op, x, [1] * len(op.out), axis)
     return tuple(op.Squeeze(piece, int64_vector(op, [axis])) for piece in pieces)
@@ -222,7 +239,7 @@ SPLIT = define_movement(
     _lower_split,
     _split_gradient,
     outputs=("ys...",),
-    takes_ints=frozenset({1}),
+    host_inputs=frozenset({1}),
     attributes={"axis": 0, "num_outputs": None},
     since_version=18,
     from_torch={
@@ -237,12 +254,12 @@ SPLIT = define_movement(
         "aten.unsafe_split.Tensor": _capture_split,
         "aten.unsafe_split_with_sizes.default": _capture_split,
         "aten.unsafe_chunk.default": _capture_split,
-        "aten.hsplit.int": _split_along(1),
-        "aten.hsplit.array": _split_along(1),
-        "aten.vsplit.int": _split_along(0),
-        "aten.vsplit.array": _split_along(0),
-        "aten.dsplit.int": _split_along(2),
-        "aten.dsplit.array": _split_along(2),
+        "aten.hsplit.int": _capture_split_along(1),
+        "aten.hsplit.array": _capture_split_along(1),
+        "aten.vsplit.int": _capture_split_along(0),
+        "aten.vsplit.array": _capture_split_along(0),
+        "aten.dsplit.int": _capture_split_along(2),
+        "aten.dsplit.array": _capture_split_along(2),
         "aten.unbind.int": _capture_unbind,
         "aten.unbind_copy.int": _capture_unbind,
     },

@@ -1,4 +1,4 @@
-"""Parts of matrices: triangles (Trilu), diagonals (Diagonal, DiagonalEmbed) and sliding windows (Unfold)."""
+"""Triangles (Trilu), diagonals (Diagonal, DiagonalEmbed) and sliding windows (Unfold) of tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import REQUIRED, Call, Method, NodeView
 from onnxtrain.ops.reshape.dims import inverse, moved, transposed
 from onnxtrain.ops.reshape.movement import axis_names, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import arange, scatter_rows, vector_along, zeros
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.symbolic_ints import required_ints
 
-# Trilu(x, k, upper): zeros below (upper) or above the k-th diagonal of the matrices of the last two axes.
+# Trilu(x, k, upper): sets elements below (upper) or above the k-th diagonal of the last two axes to 0.
 
 
 def _lower_trilu(n: NodeView, x: Any, k: Any) -> Call:
@@ -53,7 +53,7 @@ TRILU = define_movement(
     same_as("x"),
     _lower_trilu,
     _trilu_gradient,
-    takes_ints=frozenset({1}),
+    host_inputs=frozenset({1}),
     attributes={"upper": 1},
     since_version=14,
     from_torch={"aten.tril.default": _capture_trilu(0), "aten.triu.default": _capture_trilu(1)},
@@ -62,31 +62,34 @@ TRILU = define_movement(
 )
 
 
-# Diagonal(x, offset, row_axis, column_axis): x[.., i, .., i + offset, ..] as a last axis, the other axes before it.
-# DiagonalEmbed(d, shape, ...): zeros of `shape` with d on that diagonal. Each is the other's gradient.
+# Diagonal(x, offset, row_axis, column_axis): x[.., i, .., i + offset, ..] as the last axis, after the other axes.
+# DiagonalEmbed(d, shape, ...): zeros of `shape` with d on this diagonal. Each is the other's gradient.
 
 
 def diagonal_length(rows: Size, columns: Size, offset: int) -> Size:
-    """How many elements a diagonal has."""
-    down = sizes.add(rows, min(offset, 0))
-    across = sizes.subtract(columns, max(offset, 0))
-    return sizes.maximum(0, sizes.minimum(down, across))
+    """Return the number of elements of a diagonal."""
+    rows_left = sizes.add(rows, min(offset, 0))
+    columns_left = sizes.subtract(columns, max(offset, 0))
+    return sizes.maximum(0, sizes.minimum(rows_left, columns_left))
 
 
 def _matrix_axes(n: NodeView, rank: int) -> tuple[int, int]:
-    what = f"an axis of {n.definition.name}"
-    return checked_axis(n.row_axis, rank, what), checked_axis(n.column_axis, rank, what)
+    name = n.definition.name
+    return (
+        checked_axis(n.row_axis, rank, f"row_axis of {name}"),
+        checked_axis(n.column_axis, rank, f"column_axis of {name}"),
+    )
 
 
 def _diagonal_type(n: NodeView) -> Sequence[TensorType]:
     shape = sizes.dims_of(n.x)
     rows, columns = _matrix_axes(n, len(shape))
-    rest = [s for i, s in enumerate(shape) if i not in (rows, columns)]
-    return (TensorType(dtype_of(n.x), (*rest, diagonal_length(shape[rows], shape[columns], n.offset))),)
+    others = [s for i, s in enumerate(shape) if i not in (rows, columns)]
+    return (TensorType(dtype_of(n.x), (*others, diagonal_length(shape[rows], shape[columns], n.offset))),)
 
 
-def _places(op: Builder, length: Size, columns: Size, offset: int) -> ir.Value:
-    """Where the diagonal lies among the elements of a matrix, row by row."""
+def _diagonal_indices(op: Builder, length: Size, columns: Size, offset: int) -> ir.Value:
+    """Return the indices of the diagonal in a matrix that is flattened row by row."""
     first = -offset if offset < 0 else 0
     start = sizes.add(sizes.multiply(first, columns), max(offset, 0))
     step = op.size(sizes.add(columns, 1))
@@ -95,23 +98,24 @@ def _places(op: Builder, length: Size, columns: Size, offset: int) -> ir.Value:
 
 
 def _diagonal_body(op: Builder, n: NodeView) -> ir.Value:
-    """The matrices flattened; the places of the diagonal gathered from them."""
+    """Flatten the matrices and gather the diagonal."""
     shape = sizes.dims_of(n.x)
     rows, columns = _matrix_axes(n, len(shape))
     x = transposed(op, n.x, moved(len(shape), [rows, columns], [-2, -1]))
-    *rest, height, width = sizes.dims_of(x)
-    flat = reshaped(op, x, (*rest, sizes.multiply(height, width)))
-    result: ir.Value = op.Gather(flat, _places(op, sizes.dims_of(n.y)[-1], width, n.offset), axis=len(rest))
+    *outer, height, width = sizes.dims_of(x)
+    flat = reshaped(op, x, (*outer, sizes.multiply(height, width)))
+    indices = _diagonal_indices(op, sizes.dims_of(n.y)[-1], width, n.offset)
+    result: ir.Value = op.Gather(flat, indices, axis=len(outer))
     return result
 
 
-def _how(n: NodeView) -> dict[str, int]:
+def _diagonal_attributes(n: NodeView) -> dict[str, int]:
     return {"offset": n.offset, "row_axis": n.row_axis, "column_axis": n.column_axis}
 
 
 def _capture_diagonal(op: Builder, x: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
-    inputs, how = (x,), {"offset": offset, "row_axis": dim1, "column_axis": dim2}
-    return op.node(OWN, "Diagonal", inputs, how, types=[op.out[0]]).outputs[0]
+    attributes = {"offset": offset, "row_axis": dim1, "column_axis": dim2}
+    return op.node(OWN, "Diagonal", (x,), attributes, types=[op.out[0]]).outputs[0]
 
 
 def _capture_diagonal_embed(op: Builder, x: ir.Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ir.Value:
@@ -124,24 +128,24 @@ def _capture_diag(op: Builder, x: ir.Value, diagonal: int = 0) -> ir.Value:
     return _capture_diagonal_embed(op, x, diagonal) if rank_of(x) == 1 else _capture_diagonal(op, x, diagonal)
 
 
-_MATRIX = {"offset": 0, "row_axis": 0, "column_axis": 1}
+_DIAGONAL_ATTRIBUTES = {"offset": 0, "row_axis": 0, "column_axis": 1}
 
 
 def _diagonal_names(n: NodeView, rank: int) -> tuple[list[str], list[str]]:
-    """The axis names of the matrices' tensor and of the diagonal's."""
-    matrix = _matrix_axes(n, rank)
-    whole = [f"[m{i}]" if i in matrix else f"a{i}" for i in range(rank)]
-    return whole, [word for i, word in enumerate(whole) if i not in matrix] + ["[d]"]
+    """Return the axis names of the matrices and of their diagonals."""
+    matrix_axes = _matrix_axes(n, rank)
+    matrices = [f"[m{i}]" if i in matrix_axes else f"a{i}" for i in range(rank)]
+    return matrices, [name for i, name in enumerate(matrices) if i not in matrix_axes] + ["[d]"]
 
 
 def _diagonal_axes(n: NodeView) -> str:
-    whole, diagonal = _diagonal_names(n, rank_of(n.x))
-    return format_axis_map([whole], diagonal)
+    matrices, diagonal = _diagonal_names(n, rank_of(n.x))
+    return format_axis_map([matrices], diagonal)
 
 
 def _diagonal_embed_axes(n: NodeView) -> str:
-    whole, diagonal = _diagonal_names(n, rank_of(n.y))
-    return format_axis_map([diagonal, None], whole)
+    matrices, diagonal = _diagonal_names(n, rank_of(n.y))
+    return format_axis_map([diagonal, None], matrices)
 
 
 DIAGONAL = define_movement(
@@ -149,9 +153,9 @@ DIAGONAL = define_movement(
     ("x",),
     _diagonal_type,
     lambda n, x: Call(torch.diagonal, x, n.offset, n.row_axis, n.column_axis),
-    lambda op, n, dy: op.own.DiagonalEmbed(dy, op.shape_of(n.x), **_how(n)),
+    lambda op, n, dy: op.own.DiagonalEmbed(dy, op.shape_of(n.x), **_diagonal_attributes(n)),
     domain=OWN,
-    attributes=_MATRIX,
+    attributes=_DIAGONAL_ATTRIBUTES,
     from_torch={
         "aten.diagonal.default": _capture_diagonal,
         "aten.diagonal_copy.default": _capture_diagonal,
@@ -177,22 +181,22 @@ def _diagonal_embed_body(op: Builder, n: NodeView) -> ir.Value:
     shape = sizes.dims_of(n.y)
     rows, columns = _matrix_axes(n, len(shape))
     order = moved(len(shape), [rows, columns], [-2, -1])
-    *rest, height, width = (shape[i] for i in order)
-    flat = zeros(op, (*rest, sizes.multiply(height, width)), dtype_of(n.x))
-    places = _places(op, sizes.dims_of(n.x)[-1], width, n.offset)
-    written = scatter_rows(op, flat, places, n.x, len(rest))
-    return transposed(op, reshaped(op, written, (*rest, height, width)), inverse(order))
+    *outer, height, width = (shape[i] for i in order)
+    flat = zeros(op, (*outer, sizes.multiply(height, width)), dtype_of(n.x))
+    indices = _diagonal_indices(op, sizes.dims_of(n.x)[-1], width, n.offset)
+    scattered = scatter_rows(op, flat, indices, n.x, len(outer))
+    return transposed(op, reshaped(op, scattered, (*outer, height, width)), inverse(order))
 
 
 DIAGONAL_EMBED = define_movement(
     "DiagonalEmbed",
     ("x", "shape"),
-    lambda n: (TensorType(dtype_of(n.x), required_ints(n.shape, "the shape that DiagonalEmbed gives")),),
+    lambda n: (TensorType(dtype_of(n.x), required_ints(n.shape, "the output shape of DiagonalEmbed")),),
     lambda n, x, shape: Call(_diagonal_embed, x, shape, n.offset, n.row_axis, n.column_axis),
-    lambda op, n, dy: (op.own.Diagonal(dy, **_how(n)), None),
-    takes_ints=frozenset({1}),
+    lambda op, n, dy: (op.own.Diagonal(dy, **_diagonal_attributes(n)), None),
+    host_inputs=frozenset({1}),
     domain=OWN,
-    attributes=_MATRIX,
+    attributes=_DIAGONAL_ATTRIBUTES,
     from_torch={"aten.diag_embed.default": _capture_diagonal_embed},
     body=_diagonal_embed_body,
     axes=_diagonal_embed_axes,
@@ -200,8 +204,8 @@ DIAGONAL_EMBED = define_movement(
 )
 
 
-# Unfold(x, axis, size, step) -> y with a new last axis: the windows of `size` elements, `step` apart, along `axis`.
-# UnfoldGrad(dy, shape, ...) -> dx: each element gets the sum over the windows that hold it.
+# Unfold(x, axis, size, step) -> y: windows of `size` elements, `step` apart, along `axis`, in a new last axis.
+# UnfoldGrad(dy, shape, ...) -> dx: the sum over the windows that hold each element.
 
 
 def _window_count(total: Size, size: int, step: int) -> Size:
@@ -215,8 +219,8 @@ def _unfolded_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.x), (*shape[:axis], count, *shape[axis + 1 :], n.size)),)
 
 
-def _windows(op: Builder, count: Size, size: int, step: int) -> ir.Value:
-    """The positions of the elements of each window, [count, size]."""
+def _window_indices(op: Builder, count: Size, size: int, step: int) -> ir.Value:
+    """Return the indices of the elements of each window, [count, size]."""
     starts = op.Mul(arange(op, count), op.size(step))
     result: ir.Value = op.Add(vector_along(op, starts, 0, 2), vector_along(op, arange(op, size), 1, 2))
     return result
@@ -225,8 +229,8 @@ def _windows(op: Builder, count: Size, size: int, step: int) -> ir.Value:
 def _unfold_body(op: Builder, n: NodeView) -> ir.Value:
     rank = rank_of(n.x)
     axis = checked_axis(n.axis, rank, "the axis of Unfold")
-    picked = op.Gather(n.x, _windows(op, sizes.dims_of(n.y)[axis], n.size, n.step), axis=axis)
-    return transposed(op, picked, moved(rank + 1, [axis + 1], [-1]))
+    windows = op.Gather(n.x, _window_indices(op, sizes.dims_of(n.y)[axis], n.size, n.step), axis=axis)
+    return transposed(op, windows, moved(rank + 1, [axis + 1], [-1]))
 
 
 def _unfold_names(n: NodeView, rank: int) -> tuple[list[str], list[str]]:
@@ -241,13 +245,13 @@ def _unfold_axes(n: NodeView) -> str:
 
 
 def _capture_unfold(op: Builder, x: ir.Value, dimension: int, size: int, step: int) -> ir.Value:
-    how = {"axis": dimension, "size": size, "step": step}
     if not rank_of(x):
         return reshaped(op, x, op.out[0].shape)
-    return op.node(OWN, "Unfold", (x,), how, types=[op.out[0]]).outputs[0]
+    attributes = {"axis": dimension, "size": size, "step": step}
+    return op.node(OWN, "Unfold", (x,), attributes, types=[op.out[0]]).outputs[0]
 
 
-_WINDOWS = {"axis": REQUIRED, "size": REQUIRED, "step": REQUIRED}
+_UNFOLD_ATTRIBUTES = {"axis": REQUIRED, "size": REQUIRED, "step": REQUIRED}
 
 UNFOLD = define_movement(
     "Unfold",
@@ -256,7 +260,7 @@ UNFOLD = define_movement(
     lambda n, x: Method("unfold", x, n.axis, n.size, n.step),
     lambda op, n, dy: op.own.UnfoldGrad(dy, op.shape_of(n.x), axis=n.axis, size=n.size, step=n.step),
     domain=OWN,
-    attributes=_WINDOWS,
+    attributes=_UNFOLD_ATTRIBUTES,
     from_torch={"aten.unfold.default": _capture_unfold, "aten.unfold_copy.default": _capture_unfold},
     body=_unfold_body,
     axes=_unfold_axes,
@@ -265,14 +269,14 @@ UNFOLD = define_movement(
 
 
 def _unfold_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """The windows joined into one axis, then its rows added where they were taken from."""
+    """Merge the windows into one axis, then add its rows to those that Unfold read."""
     shape = sizes.dims_of(n.dx)
     axis = checked_axis(n.axis, len(shape), "the axis of UnfoldGrad")
     dy = transposed(op, n.dy, moved(len(shape) + 1, [-1], [axis + 1]))
     count = sizes.dims_of(n.dy)[axis]
     total = sizes.multiply(count, n.size)
     flat = reshaped(op, dy, (*shape[:axis], total, *shape[axis + 1 :]))
-    rows = reshaped(op, _windows(op, count, n.size, n.step), (total,))
+    rows = reshaped(op, _window_indices(op, count, n.size, n.step), (total,))
     return scatter_rows(op, zeros(op, shape, dtype_of(n.dy)), rows, flat, axis, reduction="add")
 
 
@@ -284,13 +288,13 @@ def _unfold_grad_axes(n: NodeView) -> str:
 UNFOLD_GRAD = define_movement(
     "UnfoldGrad",
     ("dy", "shape"),
-    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that UnfoldGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the output shape of UnfoldGrad")),),
     lambda n, dy, shape: Call(torch.ops.aten.unfold_backward.default, dy, shape, n.axis, n.size, n.step),
     None,
-    takes_ints=frozenset({1}),
+    host_inputs=frozenset({1}),
     domain=OWN,
     outputs=("dx",),
-    attributes=_WINDOWS,
+    attributes=_UNFOLD_ATTRIBUTES,
     body=_unfold_grad_body,
     axes=_unfold_grad_axes,
     nondiff_inputs=frozenset({"shape"}),

@@ -1,4 +1,4 @@
-"""What definitions of data movement have in common: elements are moved, none is computed."""
+"""Constructor and helpers for ops that move elements and compute none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.registry import define
 
-NO_STOPS: frozenset[str] = frozenset()
+NO_NAMES: frozenset[str] = frozenset()
 
 
 def define_movement(
@@ -36,14 +36,14 @@ def define_movement(
     gradient: GradientRule | None,
     *,
     reads: tuple[str, ...] = (),
-    takes_ints: frozenset[int] = frozenset(),
+    host_inputs: frozenset[int] = frozenset(),
     domain: str = ONNX,
     outputs: tuple[str, ...] = ("y",),
     attributes: Mapping[str, Any] | None = None,
     since_version: int = 1,
     from_torch: Mapping[str, FromTorch] | None = None,
     body: Body | Literal[Standard.STANDARD] = STANDARD,
-    nondiff_inputs: frozenset[str] = NO_STOPS,
+    nondiff_inputs: frozenset[str] = NO_NAMES,
     axes: Callable[[NodeView], str] = lambda n: "",
     view: bool = False,
     effects: Effects = Effects.NONE,
@@ -51,14 +51,14 @@ def define_movement(
     shape_only_inputs: frozenset[str] = frozenset(),
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
     preserves_elements: bool = False,
-    moved_inputs: frozenset[str] = NO_STOPS,
+    moved_inputs: frozenset[str] = NO_NAMES,
     output_addend: str = "",
 ) -> OpDef:
-    """Defines an op that moves elements.
+    """Define an op that moves elements.
 
-    `kernels` is the one lowering, which takes the inputs `takes_ints` as Python ints, or kernels; `gradient` is the
-    rule, which reads `reads`, or None where the op is not differentiable; `view` says that outputs may be views of the
-    first input.
+    Arguments are as in `OpDef`, except for these: `kernels` are kernels, or the lowering of the only one, which takes
+    `host_inputs` as Python ints. `gradient` is the rule, which reads the elements of `reads`, or None if the op is not
+    differentiable. `view` says whether the first output may be a view of the first input.
     """
     return define(
         OpDef(
@@ -74,7 +74,7 @@ def define_movement(
             ort_compatible=(lambda n: True) if domain == ONNX else (lambda n: False),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             nondiff_inputs=nondiff_inputs,
-            kernels=kernels if isinstance(kernels, tuple) else (Kernel(lower=kernels, host_inputs=takes_ints),),
+            kernels=kernels if isinstance(kernels, tuple) else (Kernel(lower=kernels, host_inputs=host_inputs),),
             axes=axes,
             effects=effects,
             aliases={0: 0} if view else {},
@@ -90,31 +90,39 @@ def define_movement(
 
 
 def constant_ints(value: ir.Value, use: str) -> tuple[int, ...]:
-    """The integers of an input that must be known before the graph runs. Raises GraphError where they are not."""
+    """Return the integers of a constant input.
+
+    Raises:
+        GraphError: the input is not a constant.
+    """
     array = constant_of(value)
     if array is None:
         raise GraphError(f"{use} must be constant", got=f"{value.name}, which is computed")
     return tuple(int(v) for v in array.reshape(-1))
 
 
-def checked_axis(axis: int, rank: int, what: str) -> int:
-    """`axis` in [0, rank). Raises GraphError where it is outside [-rank, rank)."""
+def checked_axis(axis: int, rank: int, label: str) -> int:
+    """Return `axis` in [0, rank).
+
+    Raises:
+        GraphError: it is outside [-rank, rank).
+    """
     if not -rank <= axis < rank:
-        raise GraphError(f"{what} is outside the tensor's rank", expected=f"[{-rank}, {rank})", got=axis)
+        raise GraphError(f"{label} is out of range for the tensor's rank", expected=f"[{-rank}, {rank})", got=axis)
     return normalize_axis(axis, rank)
 
 
 def axis_of(n: NodeView, value: ir.Value) -> int:
-    """The node's `axis` in [0, rank of `value`)."""
+    """Return the node's `axis` in [0, rank of `value`)."""
     return checked_axis(n.axis, rank_of(value), f"the axis of {n.definition.name}")
 
 
 def axis_names(prefix: str, count: int) -> list[str]:
-    """Axis names for an axis map."""
+    """Return numbered names for an axis map."""
     return [f"{prefix}{i}" for i in range(count)]
 
 
 def format_axis_map(inputs: Sequence[Sequence[str] | None], *outputs: Sequence[str]) -> str:
-    """The text of an axis map; None for an input that has no axes of the output's."""
+    """Return the text of an axis map; None stands for an input that shares no axis with the outputs."""
     left = ["-" if words is None else " ".join(words) for words in inputs]
     return f"{', '.join(left)} -> {', '.join(' '.join(words) for words in outputs)}"

@@ -1,8 +1,8 @@
-"""ONNX Runtime Training's own names for joining and cutting tensors.
+"""The com.microsoft variants of Concat, Split and Trilu that ONNX Runtime Training writes.
 
-ConcatTraining(xs...) -> y, lengths[k]        Concat, and the length of each tensor along the axis
+ConcatTraining(xs...) -> y, lengths[k]        Concat, and the length of each of its k inputs along the axis
 SplitTraining(x, split) -> ys...              Split with its lengths as an input
-Trilu(x, k)                                   ONNX's
+Trilu(x, k)                                   as in ONNX
 """
 
 from __future__ import annotations
@@ -29,75 +29,75 @@ def _lengths(n: NodeView) -> list[sizes.Size]:
     return [sizes.dims_of(x)[axis] for x in n.xs]
 
 
-def _joined_types(n: NodeView) -> Sequence[TensorType]:
+def _concat_types(n: NodeView) -> Sequence[TensorType]:
     axis, shape = axis_of(n, n.xs[0]), sizes.dims_of(n.xs[0])
-    joined = (*shape[:axis], sizes.add(*_lengths(n)), *shape[axis + 1 :])
-    types = TensorType(dtype_of(n.xs[0]), joined), TensorType(ir.DataType.INT64, (len(n.xs),))
+    concatenated_shape = (*shape[:axis], sizes.add(*_lengths(n)), *shape[axis + 1 :])
+    types = TensorType(dtype_of(n.xs[0]), concatenated_shape), TensorType(ir.DataType.INT64, (len(n.xs),))
     return types[: len(n.node.outputs)]
 
 
-def _joined_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+def _concat_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     y = op.Identity(concatenated(op, n.xs, n.axis))
     return (y, op.Identity(op.sizes(_lengths(n))))[: len(n.node.outputs)]
 
 
-def join_with_lengths(xs: Sequence[torch.Tensor], axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+def concat_with_lengths(xs: Sequence[torch.Tensor], axis: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(list(xs), axis), sizes_on_device([x.size(axis) for x in xs], xs[0].device)
 
 
-def _joined_call(n: NodeView, xs: Any) -> Call:
+def _lower_concat(n: NodeView, xs: Any) -> Call:
     axis = axis_of(n, n.xs[0])
-    return Call(join_with_lengths, xs, axis) if len(n.node.outputs) > 1 else Call(torch.cat, xs, axis)
+    return Call(concat_with_lengths, xs, axis) if len(n.node.outputs) > 1 else Call(torch.cat, xs, axis)
 
 
-def _joined_axes(n: NodeView) -> str:
+def _concat_axes(n: NodeView) -> str:
     axis = axis_of(n, n.xs[0])
-    words = axis_names("a", rank_of(n.xs[0]))
-    inputs = [[f"x{i}" if k == axis else word for k, word in enumerate(words)] for i in range(len(n.xs))]
-    return format_axis_map(inputs, words, *[["[count]"]] * (len(n.node.outputs) - 1))
+    names = axis_names("a", rank_of(n.xs[0]))
+    inputs = [[f"x{i}" if k == axis else name for k, name in enumerate(names)] for i in range(len(n.xs))]
+    return format_axis_map(inputs, names, *[["[count]"]] * (len(n.node.outputs) - 1))
 
 
 define_by_body(
     "ConcatTraining",
     ("xs...",),
-    _joined_body,
-    _joined_call,
+    _concat_body,
+    _lower_concat,
     domain=MICROSOFT,
     outputs=("y", "lengths?"),
     attributes={"axis": REQUIRED},
-    shapes=_joined_types,
-    axes=_joined_axes,
+    shapes=_concat_types,
+    axes=_concat_axes,
     flops=lambda n: 0,
 )
 
 
-def _pieces(n: NodeView) -> Sequence[TensorType]:
+def _split_types(n: NodeView) -> Sequence[TensorType]:
     axis, shape = axis_of(n, n.x), sizes.dims_of(n.x)
-    lengths = required_ints(n.split, "the lengths that SplitTraining cuts")
+    lengths = required_ints(n.split, "the lengths of SplitTraining")
     return [TensorType(dtype_of(n.x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]
 
 
-def _pieces_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    lengths = required_ints(n.split, "the lengths that SplitTraining cuts")
+def _split_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    lengths = required_ints(n.split, "the lengths of SplitTraining")
     return [op.Identity(piece) for piece in split(op, n.x, lengths, axis_of(n, n.x))]
 
 
-def _pieces_axes(n: NodeView) -> str:
-    axis, words = axis_of(n, n.x), axis_names("a", rank_of(n.x))
-    outputs = [[f"y{i}" if k == axis else w for k, w in enumerate(words)] for i in range(len(n.node.outputs))]
-    return format_axis_map([words, None], *outputs)
+def _split_axes(n: NodeView) -> str:
+    axis, names = axis_of(n, n.x), axis_names("a", rank_of(n.x))
+    outputs = [[f"y{i}" if k == axis else name for k, name in enumerate(names)] for i in range(len(n.node.outputs))]
+    return format_axis_map([names, None], *outputs)
 
 
 define_by_body(
     "SplitTraining",
     ("x", "split"),
-    _pieces_body,
+    _split_body,
     lambda n, x, split: Call(torch.split_with_sizes_copy, x, split, axis_of(n, n.x)),
     domain=MICROSOFT,
     outputs=("ys...",),
     attributes={"axis": 0},
-    shapes=_pieces,
-    axes=_pieces_axes,
+    shapes=_split_types,
+    axes=_split_axes,
     nondiff_inputs=frozenset({"split"}),
     flops=lambda n: 0,
     host_inputs=frozenset({1}),
@@ -105,7 +105,7 @@ define_by_body(
 )
 
 
-def _triangle(x: torch.Tensor, k: torch.Tensor | None, upper: bool) -> torch.Tensor:
+def _trilu(x: torch.Tensor, k: torch.Tensor | None, upper: bool) -> torch.Tensor:
     offset = 0 if k is None else int(k)
     return x.triu(offset) if upper else x.tril(offset)
 
@@ -114,7 +114,7 @@ define_by_body(
     "Trilu",
     ("x", "k?"),
     lambda op, n: op.Trilu(n.x, n.k, upper=n.upper),
-    lambda n, x, k: Call(_triangle, x, k, bool(n.upper)),
+    lambda n, x, k: Call(_trilu, x, k, bool(n.upper)),
     domain=MICROSOFT,
     attributes={"upper": 1},
     shapes=lambda n: (type_of(n.x),),

@@ -1,11 +1,11 @@
-"""Pad: a tensor with more elements around it, or fewer; and the gradient of the modes that repeat elements.
+"""Pad, and the gradient of its modes that copy elements.
 
-    Pad(x, pads, value?, axes?) -> y              pads are all the befores, then all the afters, one each per axis
-    PadGrad(dy, shape, pads, axes?) -> dx         each element gets the sum over its copies
+    Pad(x, pads, value?, axes?) -> y              pads lists the padding before each axis, then that after each axis
+    PadGrad(dy, shape, pads, axes?) -> dx         the sum over the copies of each element
 
-Modes: constant (`value`, 0 where absent; a negative pad cuts off), reflect (mirrored at the border, which is not
-repeated), edge (the border repeated) and wrap (from the other end). PyTorch's kernels for the last three pad one to
-three last axes; others are padded row by row.
+Modes: constant (`value`, 0 by default; negative padding crops), reflect (mirrors at the border element, which is not
+repeated), edge (repeats the border element) and wrap (continues at the other end). PyTorch has kernels of reflect and
+edge for one to three last axes; everything else is padded row by row.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _BACKWARD = {
 
 
 def _pads(n: NodeView, rank: int) -> list[tuple[int, Size, Size]]:
-    """(axis, before, after) of each padded axis."""
+    """Return (axis, before, after) of each padded axis."""
     if n.mode not in _TORCH_MODES:
-        raise GraphError("Pad knows other modes", expected=", ".join(_TORCH_MODES), got=n.mode)
+        raise GraphError("Pad: unsupported mode", expected=" or ".join(_TORCH_MODES), got=n.mode)
     axes = tuple(range(rank)) if n.axes is None else constant_ints(n.axes, "the axes of Pad")
     pads = required_ints(n.pads, "the pads of Pad")
     befores, afters = pads[: len(pads) // 2], pads[len(pads) // 2 :]
@@ -56,47 +56,47 @@ def _padded_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.x), tuple(shape)),)
 
 
-def _pairs(n: NodeView, rank: int, pads: Any) -> list[Any]:
-    """The pads as torch wants them: before and after of each axis, from the last axis to the first that is padded."""
-    places = [axis for axis, _, _ in _pads(n, rank)]
-    known: dict[int, tuple[Any, Any]] = dict(zip(places, zip(pads, pads[len(places) :], strict=False), strict=True))
-    wanted = [known.get(axis, (0, 0)) for axis in reversed(range(min(places, default=0), rank))]
-    while len(wanted) > 1 and n.mode != "constant" and wanted[-1] == (0, 0):
-        wanted.pop()  # the kernels of these modes take no more axes than are padded
-    return [pad for pair in wanted for pad in pair]
+def _torch_pads(n: NodeView, rank: int, pads: Any) -> list[Any]:
+    """Return the pads in torch's order: before and after of each axis, from the last axis to the first padded one."""
+    axes = [axis for axis, _, _ in _pads(n, rank)]
+    by_axis: dict[int, tuple[Any, Any]] = dict(zip(axes, zip(pads, pads[len(axes) :], strict=False), strict=True))
+    pairs = [by_axis.get(axis, (0, 0)) for axis in reversed(range(min(axes, default=0), rank))]
+    while len(pairs) > 1 and n.mode != "constant" and pairs[-1] == (0, 0):
+        pairs.pop()  # the kernels of these modes take no more axes than are padded
+    return [pad for pair in pairs for pad in pair]
 
 
 def _lower_pad(n: NodeView, x: Any, pads: Any, value: Any, axes: Any) -> Call:
-    pairs = _pairs(n, rank_of(n.x), pads)
+    torch_pads = _torch_pads(n, rank_of(n.x), pads)
     if n.mode == "constant":
-        return Call(torch.constant_pad_nd, x, pairs, _filler(n, value))
+        return Call(torch.constant_pad_nd, x, torch_pads, _fill_value(n, value))
     if _has_kernel(n, n.x):
-        return Call(torch.nn.functional.pad, x, pairs, _TORCH_MODES[n.mode])
+        return Call(torch.nn.functional.pad, x, torch_pads, _TORCH_MODES[n.mode])
     return Call(pad_rows, x, [axis for axis, _, _ in _pads(n, rank_of(n.x))], pads, n.mode)
 
 
 def _has_kernel(n: NodeView, x: ir.Value) -> bool:
-    """Whether PyTorch pads these axes in this mode in one kernel: last ones, and others before them."""
+    """Whether PyTorch has a kernel of this mode for these axes: the last ones, after one or two others."""
     rank = rank_of(x)
     first = min((axis for axis, before, after in _pads(n, rank) if (before, after) != (0, 0)), default=rank - 1)
     return (n.mode, rank - first) in _BACKWARD and rank - first < rank <= rank - first + 2
 
 
-def _sources(like: torch.Tensor, size: int, before: int, after: int, mode: str) -> torch.Tensor:
-    """Where each element of a padded axis comes from, on the device of `like`."""
-    places = torch.arange(-before, size + after, device=like.device)
+def _source_rows(like: torch.Tensor, size: int, before: int, after: int, mode: str) -> torch.Tensor:
+    """Return the row that each row of a padded axis is a copy of, on the device of `like`."""
+    positions = torch.arange(-before, size + after, device=like.device)
     if mode == "wrap":
-        return places % size
+        return positions % size
     if mode == "edge":
-        return places.clamp_(0, size - 1)
+        return positions.clamp_(0, size - 1)
     period = max(2 * (size - 1), 1)
-    return torch.minimum(places % period, period - places % period) if size > 1 else places.zero_()
+    return torch.minimum(positions % period, period - positions % period) if size > 1 else positions.zero_()
 
 
 def pad_rows(x: torch.Tensor, axes: Sequence[int], pads: Sequence[int], mode: str) -> torch.Tensor:
-    """Pads any axes: each row is a copy of one."""
+    """Pad any axes by copying rows."""
     for axis, before, after in zip(axes, pads, pads[len(axes) :], strict=False):
-        x = x.index_select(axis, _sources(x, x.size(axis), before, after, mode))
+        x = x.index_select(axis, _source_rows(x, x.size(axis), before, after, mode))
     return x
 
 
@@ -104,22 +104,22 @@ def pad_rows_backward(
     dy: torch.Tensor, shape: Sequence[int], axes: Sequence[int], pads: Sequence[int], mode: str
 ) -> torch.Tensor:
     for axis, before, after in reversed(list(zip(axes, pads, pads[len(axes) :], strict=False))):
-        rows = _sources(dy, shape[axis], before, after, mode)
-        start = dy.new_zeros([shape[axis] if i == axis else size for i, size in enumerate(dy.shape)])
-        dy = start.index_add_(axis, rows, dy)
+        rows = _source_rows(dy, shape[axis], before, after, mode)
+        zeros = dy.new_zeros([shape[axis] if i == axis else size for i, size in enumerate(dy.shape)])
+        dy = zeros.index_add_(axis, rows, dy)
     return dy
 
 
-def _filler(n: NodeView, value: Any) -> Any:
-    """The number to pad with, unrounded where the graph's maker gave a Python number."""
+def _fill_value(n: NodeView, value: Any) -> Any:
+    """Return the value to pad with; a constant captured from a Python number without rounding it to x's type."""
     if n.value is None:
         return 0
-    known = constant_of(n.value)
-    return Method("item", value) if known is None else n.value.meta.get("scalar", known.item())
+    constant = constant_of(n.value)
+    return Method("item", value) if constant is None else n.value.meta.get("scalar", constant.item())
 
 
 def _pad_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
-    """Of a constant: padding with the negative amounts, which cuts the padding off."""
+    """Crop constant padding, by negative pads; sum over the copies of other modes."""
     padded = _pads(n, rank_of(n.x))
     axes = int64_vector(op, [axis for axis, _, _ in padded])
     if n.mode == "constant":
@@ -132,21 +132,21 @@ def _pad_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value |
 
 def _pad_axes(n: NodeView) -> str:
     padded = {axis for axis, before, after in _pads(n, rank_of(n.x)) if (before, after) != (0, 0)}
-    words = axis_names("a", rank_of(n.x))
-    inputs = [words, *[None] * (len(n.node.inputs) - 1)]
-    return format_axis_map(inputs, [f"y{i}" if i in padded else word for i, word in enumerate(words)])
+    names = axis_names("a", rank_of(n.x))
+    inputs = [names, *[None] * (len(n.node.inputs) - 1)]
+    return format_axis_map(inputs, [f"y{i}" if i in padded else name for i, name in enumerate(names)])
 
 
 def _padded(op: Builder, x: ir.Value, pad: Sequence[Size], mode: str, value: complex = 0) -> ir.Value:
-    """Pads x by torch's `pad`: pairs, from the last axis to the first that is padded."""
+    """Pad x by torch's `pad`: (before, after) of each axis, from the last axis to the first padded one."""
     rank, count = rank_of(x), len(pad) // 2
     pairs = [(rank - 1 - i, pad[2 * i], pad[2 * i + 1]) for i in range(count)]
     if all(before == 0 == after for _, before, after in pairs):
         return x
     amounts = [before for _, before, _ in pairs] + [after for _, _, after in pairs]
     axes = int64_vector(op, [axis for axis, _, _ in pairs])
-    number = op.scalar(value, like=x) if mode == "constant" else None
-    return op.node("", "Pad", (x, op.sizes(amounts), number, axes), {"mode": mode}, types=[op.out[0]]).outputs[0]
+    fill_value = op.scalar(value, like=x) if mode == "constant" else None
+    return op.node("", "Pad", (x, op.sizes(amounts), fill_value, axes), {"mode": mode}, types=[op.out[0]]).outputs[0]
 
 
 def _capture_constant(op: Builder, x: ir.Value, pad: Sequence[Size], value: complex = 0) -> ir.Value:
@@ -159,7 +159,7 @@ def _capture_pad(
     if mode not in _ONNX_MODES:
         return NotImplemented
     if mode == "circular" and any(isinstance(p, int) and p < 0 for p in pad):
-        return NotImplemented  # PyTorch takes what it pads from the rest, ONNX from the whole
+        return NotImplemented  # PyTorch wraps the cropped tensor, ONNX the whole one
     return _padded(op, x, pad, _ONNX_MODES[mode], 0 if value is None else value)
 
 
@@ -196,20 +196,20 @@ PAD = define_movement(
 )
 
 
-def _pad_grad(dy: torch.Tensor, shape: Any, pairs: list[int], kernel: Any) -> torch.Tensor:
-    """The kernels read only the sizes of the tensor that was padded."""
-    return kernel(dy, dy.new_empty(shape), pairs)  # type: ignore[no-any-return]
+def _pad_grad(dy: torch.Tensor, shape: Any, torch_pads: list[int], kernel: Any) -> torch.Tensor:
+    """Call a kernel, which reads only the sizes of the padded tensor."""
+    return kernel(dy, dy.new_empty(shape), torch_pads)  # type: ignore[no-any-return]
 
 
 def _lower_pad_grad(n: NodeView, dy: Any, shape: Any, pads: Any, axes: Any) -> Call:
     if not _has_kernel(n, n.dy):
         return Call(pad_rows_backward, dy, shape, [axis for axis, _, _ in _pads(n, rank_of(n.dy))], pads, n.mode)
-    pairs = _pairs(n, rank_of(n.dy), pads)
-    return Call(_pad_grad, dy, shape, pairs, _BACKWARD[n.mode, len(pairs) // 2])
+    torch_pads = _torch_pads(n, rank_of(n.dy), pads)
+    return Call(_pad_grad, dy, shape, torch_pads, _BACKWARD[n.mode, len(torch_pads) // 2])
 
 
 def _pad_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """The positions 0, 1, 2, … of an axis, padded alike, say where each row of dy was copied from."""
+    """Pad the indices 0, 1, 2, … of an axis alike: they list the row that each row of dy was copied from."""
     dx: ir.Value = n.dy
     shape = list(sizes.dims_of(n.dy))
     for axis, before, after in _pads(n, len(shape)):
@@ -222,15 +222,15 @@ def _pad_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 def _pad_grad_axes(n: NodeView) -> str:
     padded = {axis for axis, _, _ in _pads(n, rank_of(n.dy))}
-    words = [f"[w{i}]" if i in padded else word for i, word in enumerate(axis_names("a", rank_of(n.dy)))]
-    inputs = [words, *[None] * (len(n.node.inputs) - 1)]
-    return format_axis_map(inputs, [f"[x{i}]" if i in padded else word for i, word in enumerate(words)])
+    names = [f"[w{i}]" if i in padded else name for i, name in enumerate(axis_names("a", rank_of(n.dy)))]
+    inputs = [names, *[None] * (len(n.node.inputs) - 1)]
+    return format_axis_map(inputs, [f"[x{i}]" if i in padded else name for i, name in enumerate(names)])
 
 
 PAD_GRAD = define_movement(
     "PadGrad",
     ("dy", "shape", "pads", "axes?"),
-    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the shape that PadGrad gives")),),
+    lambda n: (TensorType(dtype_of(n.dy), required_ints(n.shape, "the output shape of PadGrad")),),
     (
         Kernel(lower=_lower_pad_grad, host_inputs=frozenset({1, 2, 3}), applies=lambda n, device: device == "cpu"),
         Kernel(lower=_lower_pad_grad, host_inputs=frozenset({1, 2, 3}), deterministic=False),  # atomic additions

@@ -1,4 +1,4 @@
-"""Shape and Reshape: the sizes of a tensor, and the same elements under other sizes."""
+"""Shape, Size and Reshape."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
-from onnxtrain.ops.body_parts import int64_vector
+from onnxtrain.ops.body_parts import inferred_size, reshaped
 from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
 from onnxtrain.ops.reshape.movement import define_movement, format_axis_map
 from onnxtrain.ops.symbolic_ints import required_ints
 
 
-def sizes_on_device(given: int | Sequence[int], device: torch.device) -> torch.Tensor:
-    """A size as an int64 scalar, or several as a vector. No copy from the host, for which a GPU would be waited."""
+def sizes_on_device(size_or_sizes: int | Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return one size as an int64 scalar, several as a vector.
+
+    On a GPU the values are filled in: a copy from the host would synchronize.
+    """
     if device.type == "cpu":
-        return torch.tensor(given, dtype=torch.int64)
-    if isinstance(given, int):
-        return torch.full((), given, dtype=torch.int64, device=device)
-    found = torch.empty(len(given), dtype=torch.int64, device=device)
-    for place, size in enumerate(given):
-        found[place].fill_(size)
-    return found
+        return torch.tensor(size_or_sizes, dtype=torch.int64)
+    if isinstance(size_or_sizes, int):
+        return torch.full((), size_or_sizes, dtype=torch.int64, device=device)
+    vector = torch.empty(len(size_or_sizes), dtype=torch.int64, device=device)
+    for index, size in enumerate(size_or_sizes):
+        vector[index].fill_(size)
+    return vector
 
 
-# Shape(x, start=0, end=None) -> the sizes of axes start to end, an int64 vector. x's elements are not read.
+# Shape(x, start=0, end=None) -> the sizes of axes [start, end), an int64 vector. The elements of x are not read.
 
 
-def _slice_of_axes(n: NodeView) -> range:
+def _axes_of_shape(n: NodeView) -> range:
     rank = rank_of(n.x)
     start, end, _ = slice(n.start, n.end).indices(rank)
     return range(start, max(start, end))
@@ -48,24 +51,24 @@ def _shape_tensor(x: torch.Tensor, start: int, end: int) -> torch.Tensor:
 
 
 def _lower_shape(n: NodeView, x: Any) -> Call:
-    taken = _slice_of_axes(n)
-    return Call(_shape_tensor, x, taken.start, taken.stop)
+    axes = _axes_of_shape(n)
+    return Call(_shape_tensor, x, axes.start, axes.stop)
 
 
 SHAPE = define_movement(
     "Shape",
     ("x",),
-    lambda n: (TensorType(ir.DataType.INT64, (len(_slice_of_axes(n)),)),),
+    lambda n: (TensorType(ir.DataType.INT64, (len(_axes_of_shape(n)),)),),
     _lower_shape,
     None,
     attributes={"start": 0, "end": None},
     since_version=15,
-    host_eval=lambda n, x: tuple(x.size(i) for i in _slice_of_axes(n)),
+    host_eval=lambda n, x: tuple(x.size(i) for i in _axes_of_shape(n)),
     shape_only_inputs=frozenset({"x"}),
 )
 
 
-# Size(x) -> the number of x's elements
+# Size(x) -> the number of elements of x
 
 
 def _numel_on_host(n: NodeView, x: Any) -> Any:
@@ -88,64 +91,40 @@ SIZE = define_movement(
 )
 
 
-# Reshape(x, shape, allowzero=0). One size may be -1: what is left. Without allowzero a 0 stands for x's size there.
-
-
-def reshaped(op: Builder, x: ir.Value, wanted: Sequence[Size]) -> ir.Value:
-    """Puts x under other sizes of as many elements; gives x itself where it has them.
-
-    Where only one size is symbolic, the shape is a constant with -1 in its place: no size arithmetic is needed.
-    """
-    wanted = tuple(wanted)
-    if sizes.dims_of(x) == wanted:
-        return x
-    symbolic = [i for i, s in enumerate(wanted) if isinstance(s, str)]
-    result: ir.Value
-    if (
-        len(symbolic) == 1
-        and 0 not in wanted
-        and _what_is_left(sizes.dims_of(x), wanted, *symbolic) == wanted[symbolic[0]]
-    ):
-        result = op.Reshape(x, int64_vector(op, [-1 if isinstance(s, str) else s for s in wanted]))
-    elif symbolic or 0 in wanted:
-        result = op.Reshape(x, op.sizes(wanted), allowzero=1)
-    else:
-        result = op.Reshape(x, int64_vector(op, [s for s in wanted if isinstance(s, int)]))
-    return result
-
-
-def _what_is_left(source: Sizes, target: Sequence[Size], position: int) -> Size:
-    rest = [s for i, s in enumerate(target) if i != position]
-    return sizes.floor_divide(sizes.multiply(1, *source), sizes.multiply(1, *rest))
+# Reshape(x, shape, allowzero=0). One size may be -1: it is inferred. Without allowzero, 0 stands for x's size there.
 
 
 def _reshaped_type(n: NodeView) -> Sequence[TensorType]:
     source = sizes.dims_of(n.x)
-    target = list(required_ints(n.shape, "the shape that Reshape gives"))
+    target = list(required_ints(n.shape, "the output shape of Reshape"))
     if not n.allowzero:
         target = [source[i] if s == 0 else s for i, s in enumerate(target)]
     unknown = [i for i, s in enumerate(target) if s == -1]
     if len(unknown) > 1:
-        raise GraphError("Reshape can infer one size", got=str(target))
+        raise GraphError("Reshape: too many sizes to infer", expected="at most one size of -1", got=str(target))
     if unknown:
-        target[unknown[0]] = _what_is_left(source, target, unknown[0])
-    have, want = sizes.multiply(1, *source), sizes.multiply(1, *target)
-    if isinstance(have, int) and isinstance(want, int) and have != want:
-        raise GraphError("Reshape keeps the number of elements", expected=str(source), got=str(target))
+        target[unknown[0]] = inferred_size(source, target, unknown[0])
+    source_numel, target_numel = sizes.multiply(1, *source), sizes.multiply(1, *target)
+    if isinstance(source_numel, int) and isinstance(target_numel, int) and source_numel != target_numel:
+        raise GraphError(
+            "Reshape: the target shape has another number of elements than the input",
+            expected=f"{source_numel} elements, as the input {list(source)} has",
+            got=f"{target_numel}, {target}",
+        )
     return (TensorType(dtype_of(n.x), tuple(target)),)
 
 
-def _reshape_copying(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Reshape without allowzero: a size 0 is copied from x."""
+def _reshape_without_allowzero(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Reshape x; a size of 0 stands for x's size there."""
     return x.reshape([x.size(i) if s == 0 else s for i, s in enumerate(shape)])
 
 
 def _lower_reshape(n: NodeView, x: Any, shape: Any) -> Call:
-    held = as_sizes(n.shape)
-    never_zero = held is not None and all(isinstance(s, int) and s != 0 for s in held)
+    target = as_sizes(n.shape)
+    never_zero = target is not None and all(isinstance(s, int) and s != 0 for s in target)
     if n.allowzero or never_zero:
         return Method("reshape", x, shape)
-    return Call(_reshape_copying, x, shape)
+    return Call(_reshape_without_allowzero, x, shape)
 
 
 def _reshape_on_host(n: NodeView, x: Any, shape: Any) -> Any:
@@ -160,8 +139,9 @@ def _reshape_axes(n: NodeView) -> str:
 
 
 def factored(source: Sizes, target: Sizes) -> tuple[list[str], list[str]]:
-    """The axis names of a reshape: where products of sizes agree, axes split or merge; elsewhere nothing passes.
+    """Return the axis names of both sides of a reshape.
 
+    Axes split or merge between positions where the products of the leading sizes agree; other axes do not map.
     [b, s, 12*64] -> [b*s, 12, 64] is "a0 a1 (a2 a3)" -> "(a0 a1) a2 a3".
     [2, 4] -> [4, 2] is "[x0] [x1]" -> "[y0] [y1]".
     """
@@ -183,7 +163,7 @@ def factored(source: Sizes, target: Sizes) -> tuple[list[str], list[str]]:
             right[outer[0]] = f"({' '.join(parts)})"
             for i, part in zip(inner, parts, strict=True):
                 left[i] = part
-        else:  # several axes became several others, or none, as [n] that is one element: none of them passes
+        else:  # several axes became several others, or none (an [n] of one element): none of them maps
             for i in inner:
                 left[i] = f"[x{i}]"
             for j in outer:
@@ -192,7 +172,7 @@ def factored(source: Sizes, target: Sizes) -> tuple[list[str], list[str]]:
 
 
 def _common_cuts(source: Sequence[Size], target: Sequence[Size]) -> list[tuple[int, int]]:
-    """Where the products of the leading sizes of both are proven equal, from (0, 0) to the two ends."""
+    """Return the positions where the products of both leading sizes are proven equal, from (0, 0) to the two ends."""
     products = {sizes.multiply(1, *target[:j]): j for j in range(len(target))}
     cuts = [(0, 0)]
     for i in range(1, len(source)):
@@ -203,31 +183,29 @@ def _common_cuts(source: Sequence[Size], target: Sequence[Size]) -> list[tuple[i
     return cuts
 
 
-def _to_output_sizes(op: Builder, x: ir.Value, *arguments: Any) -> ir.Value:
-    """Any ATen call whose result is x under the sizes of its output."""
+def _capture(op: Builder, x: ir.Value, *arguments: Any) -> ir.Value:
+    """Capture an ATen call that only reshapes x to the shape of its output."""
     return reshaped(op, x, op.out[0].shape)
 
 
-_RESHAPES: dict[str, FromTorch] = {
-    **dict.fromkeys(
-        (
-            "aten._reshape_alias.default",
-            "aten._unsafe_view.default",
-            "aten.atleast_1d.default",
-            "aten.atleast_2d.default",
-            "aten.atleast_3d.default",
-            "aten.flatten.using_ints",
-            "aten.ravel.default",
-            "aten.reshape.default",
-            "aten.reshape_as.default",
-            "aten.unflatten.int",
-            "aten.view.default",
-            "aten.view_as.default",
-            "aten.view_copy.default",
-        ),
-        _to_output_sizes,
+_FROM_TORCH: dict[str, FromTorch] = dict.fromkeys(
+    (
+        "aten._reshape_alias.default",
+        "aten._unsafe_view.default",
+        "aten.atleast_1d.default",
+        "aten.atleast_2d.default",
+        "aten.atleast_3d.default",
+        "aten.flatten.using_ints",
+        "aten.ravel.default",
+        "aten.reshape.default",
+        "aten.reshape_as.default",
+        "aten.unflatten.int",
+        "aten.view.default",
+        "aten.view_as.default",
+        "aten.view_copy.default",
     ),
-}
+    _capture,
+)
 
 RESHAPE = define_movement(
     "Reshape",
@@ -235,10 +213,10 @@ RESHAPE = define_movement(
     _reshaped_type,
     _lower_reshape,
     lambda op, n, dy: (reshaped(op, dy, sizes.dims_of(n.x)), None),
-    takes_ints=frozenset({1}),
+    host_inputs=frozenset({1}),
     attributes={"allowzero": 0},
     since_version=14,
-    from_torch=_RESHAPES,
+    from_torch=_FROM_TORCH,
     axes=_reshape_axes,
     view=True,
     host_eval=_reshape_on_host,

@@ -1,4 +1,4 @@
-"""Tile and Roll: a tensor repeated, and turned around along its axes."""
+"""Tile and Roll."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of
-from onnxtrain.ops.body_parts import int64_vector
+from onnxtrain.ops.body_parts import int64_vector, reshaped
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import REQUIRED, Call, Method, NodeView
 from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.movement import axis_names, checked_axis, define_movement, format_axis_map
-from onnxtrain.ops.reshape.shape import reshaped
 from onnxtrain.ops.reshape.slicing import repeated_rows, rolled
 from onnxtrain.ops.symbolic_ints import required_ints
 
-# Tile(x, repeats): x laid out repeats[i] times along axis i.
+# Tile(x, repeats): x repeated repeats[i] times along axis i.
 
 
 def _repeats(n: NodeView) -> tuple[Size, ...]:
     repeats = required_ints(n.repeats, "the repeats of Tile")
     if len(repeats) != rank_of(n.x):
-        raise GraphError("Tile repeats each axis", expected=f"{rank_of(n.x)} numbers", got=str(repeats))
+        raise GraphError("Tile: one repeat per axis", expected=f"{rank_of(n.x)} repeats", got=str(repeats))
     return repeats
 
 
@@ -37,27 +36,27 @@ def _tiled_type(n: NodeView) -> Sequence[TensorType]:
 
 
 def _tile_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value, None]:
-    """Each tiled axis of dy is r times d: the sum over r."""
-    parts: list[Size] = []
-    summed: list[int] = []
+    """Split each tiled axis of dy into [repeat, size] and sum over the repeats."""
+    shape: list[Size] = []
+    repeat_axes: list[int] = []
     for size, repeat in zip(sizes.dims_of(n.x), _repeats(n), strict=True):
         if repeat != 1:
-            summed.append(len(parts))
-            parts.append(repeat)
-        parts.append(size)
-    if not summed:
+            repeat_axes.append(len(shape))
+            shape.append(repeat)
+        shape.append(size)
+    if not repeat_axes:
         return dy, None
-    return op.ReduceSum(reshaped(op, dy, parts), int64_vector(op, summed), keepdims=0), None
+    return op.ReduceSum(reshaped(op, dy, shape), int64_vector(op, repeat_axes), keepdims=0), None
 
 
 def _tile_axes(n: NodeView) -> str:
     left = axis_names("a", rank_of(n.x))
-    right = [word if repeat == 1 else f"y{i}" for i, (word, repeat) in enumerate(zip(left, _repeats(n), strict=True))]
+    right = [name if repeat == 1 else f"y{i}" for i, (name, repeat) in enumerate(zip(left, _repeats(n), strict=True))]
     return format_axis_map([left, None], right)
 
 
 def _capture_repeat(op: Builder, x: ir.Value, repeats: Sequence[Size]) -> ir.Value:
-    """`repeat` and `tile`: the shorter of shape and repeats gets leading ones."""
+    """Capture `repeat` or `tile`: the shorter of shape and repeats gets leading ones."""
     rank = rank_of(x)
     x = unsqueezed(op, x, *range(len(repeats) - rank)) if len(repeats) > rank else x
     repeats = [*[1] * (rank - len(repeats)), *repeats]
@@ -80,7 +79,7 @@ TILE = define_movement(
     _tiled_type,
     lambda n, x, repeats: Method("repeat", x, repeats),
     _tile_gradient,
-    takes_ints=frozenset({1}),
+    host_inputs=frozenset({1}),
     since_version=13,
     from_torch={
         "aten.repeat.default": _capture_repeat,
@@ -92,7 +91,7 @@ TILE = define_movement(
 )
 
 
-# Roll(x, shifts, axes): the elements moved forward by shifts[i] along axes[i]; what leaves comes in at the front.
+# Roll(x, shifts, along): shifts the elements by shifts[i] along axis along[i]; those past the end wrap to the front.
 
 
 def _roll_body(op: Builder, n: NodeView) -> ir.Value:
@@ -103,19 +102,19 @@ def _roll_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _roll_axes(n: NodeView) -> str:
-    turned = {normalize_axis(axis, rank_of(n.x)) for axis in n.along}
-    words = axis_names("a", rank_of(n.x))
-    return format_axis_map([words], [f"y{i}" if i in turned else word for i, word in enumerate(words)])
+    rolled_axes = {normalize_axis(axis, rank_of(n.x)) for axis in n.along}
+    names = axis_names("a", rank_of(n.x))
+    return format_axis_map([names], [f"y{i}" if i in rolled_axes else name for i, name in enumerate(names)])
 
 
 def _capture_roll(op: Builder, x: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -> Any:
     shape = sizes.dims_of(x)
-    if not dims:  # PyTorch rolls all elements
+    if not dims:  # PyTorch rolls the flattened tensor
         flat = reshaped(op, x, (sizes.multiply(1, *shape),))
         return reshaped(op, _capture_roll(op, flat, shifts, [0]), shape)
     if not any(isinstance(shift, str) for shift in shifts):
         return op.own.Roll(x, shifts=list(shifts), along=list(dims))
-    for shift, axis in zip(shifts, dims, strict=True):  # by half of a size, as fftshift does
+    for shift, axis in zip(shifts, dims, strict=True):  # by half a dynamic size, as fftshift does
         x = rolled(op, x, shift, normalize_axis(axis, rank_of(x)))
     return x
 
