@@ -1,1 +1,1 @@
-"""Images resampled: at regular positions (Resize, Interpolate) or at the positions of a grid (GridSample)."""
+"""Resampling of images: on a regular grid (Resize, Interpolate) or at given coordinates (GridSample)."""

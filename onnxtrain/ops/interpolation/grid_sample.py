@@ -1,15 +1,14 @@
-"""Images read at any places.
+"""GridSample: read images at arbitrary coordinates.
 
-    AffineGrid(theta[n, k, k+1], size) -> grid[n, e.., k]            places moved by a matrix: theta @ (place, 1)
+    AffineGrid(theta[n, k, k+1], size) -> grid[n, e.., k]            transformed points: theta @ (point, 1)
     GridSample(x[n, c, d..], grid[n, e.., k]) -> y[n, c, e..]        GridSampleGrad(dy, x, grid) -> dx, dgrid
 
-grid holds, for each output element, its k coordinates in x, those of the last axis first; -1 and 1 are the ends of an
-axis: the middles of its outer elements with `align_corners`, else their outer edges. `mode` is linear, nearest or
-cubic; `padding_mode` says what lies outside x: zeros, its border, or its reflection.
-The steps of nearest have no slope.
+grid holds the k coordinates in x of each output element, the last axis first. -1 and 1 are the ends of an axis: the
+centers of its outer elements with `align_corners`, else their outer edges. `mode` is linear, nearest or cubic;
+`padding_mode` says what to read outside x: zeros, the border, or the reflection. The gradient of nearest to grid is 0.
 
-A body sums over taps: along each axis the two (linear), four (cubic) or one elements around a place, with their weights
-and the slopes of these.
+The body of the gradient sums over taps: along each axis the one (nearest), two (linear) or four (cubic) elements around
+a point, with their weights and the derivatives of these.
 
 Source: Jaderberg et al. 2015, https://arxiv.org/abs/1506.02025 (eq. 5 to 7).
 """
@@ -44,37 +43,44 @@ from onnxtrain.ops.symbolic_ints import required_ints
 aten = torch.ops.aten
 INT64 = ir.DataType.INT64
 _ATTRIBUTES: dict[str, Any] = {"mode": "linear", "padding_mode": "zeros", "align_corners": 0}
-_MODES = ("linear", "nearest", "cubic")  # as ATen numbers them
+_MODES = ("linear", "nearest", "cubic")  # in the order of ATen's enum
 _PADDINGS = ("zeros", "border", "reflection")
 _CUBIC = -0.75
 
 
-def _numbers(n: NodeView) -> tuple[int, int, bool]:
+def _aten_arguments(n: NodeView) -> tuple[int, int, bool]:
+    """Return ATen's mode, padding mode and align_corners."""
     if n.mode not in _MODES or n.padding_mode not in _PADDINGS:
-        raise GraphError("GridSample does not know the mode", got=f"mode={n.mode}, padding_mode={n.padding_mode}")
+        raise GraphError(
+            "GridSample: unknown mode or padding_mode",
+            expected=f"{' or '.join(_MODES)}; {' or '.join(_PADDINGS)}",
+            got=f"mode={n.mode}, padding_mode={n.padding_mode}",
+        )
     if n.mode == "cubic" and rank_of(n.x) != 4:
-        raise GraphError("GridSample reads images of two axes with mode=cubic", got=f"{rank_of(n.x) - 2} axes")
+        raise GraphError(
+            "GridSample: mode=cubic supports two spatial axes only", expected="x of rank 4", got=f"rank {rank_of(n.x)}"
+        )
     return _MODES.index(n.mode), _PADDINGS.index(n.padding_mode), bool(n.align_corners)
 
 
-def _sampled(n: NodeView) -> Sequence[TensorType]:
+def _output_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.x), (*sizes.dims_of(n.x)[:2], *sizes.dims_of(n.grid)[1:-1])),)
 
 
 def _axes(n: NodeView) -> str:
-    places = " ".join(f"e{i}" for i in range(rank_of(n.grid) - 2))
-    return f"n c {spatial_axes('d', n.x)}, n {places} [k] -> n c {places}"
+    points = " ".join(f"e{i}" for i in range(rank_of(n.grid) - 2))
+    return f"n c {spatial_axes('d', n.x)}, n {points} [k] -> n c {points}"
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
     mask = output_mask(n, "x", "grid")
-    how = {name: getattr(n, name) for name in _ATTRIBUTES}
-    return apply_output_mask(op.own.GridSampleGrad(dy, n.x, n.grid, **how, output_mask=mask), mask, n)
+    attributes = {name: getattr(n, name) for name in _ATTRIBUTES}
+    return apply_output_mask(op.own.GridSampleGrad(dy, n.x, n.grid, **attributes, output_mask=mask), mask, n)
 
 
 def _capture(op: Builder, x: ir.Value, grid: ir.Value, mode: int, padding: int, align_corners: bool | None) -> Any:
-    how = {"mode": _MODES[mode], "padding_mode": _PADDINGS[padding], "align_corners": int(bool(align_corners))}
-    return op.GridSample(x, grid, **how)
+    attributes = {"mode": _MODES[mode], "padding_mode": _PADDINGS[padding], "align_corners": int(bool(align_corners))}
+    return op.GridSample(x, grid, **attributes)
 
 
 _FROM_TORCH: dict[str, FromTorch] = dict.fromkeys(
@@ -89,10 +95,10 @@ define_fused(
     attributes=_ATTRIBUTES,
     since_version=20,
     from_torch=_FROM_TORCH,
-    shapes=_sampled,
+    shapes=_output_type,
     body=STANDARD,
     gradient=(Gradient(_gradient, reads=("x", "grid")),),
-    lower=lambda n, x, grid: Call(torch.grid_sampler, x, grid, *_numbers(n)),
+    lower=lambda n, x, grid: Call(torch.grid_sampler, x, grid, *_aten_arguments(n)),
     axes=_axes,
     flops=lambda n: sizes.multiply(8, numel(n.node.outputs[0])),
 )
@@ -103,51 +109,52 @@ define_fused(
 
 @dataclass(frozen=True)
 class Tap:
-    """One element around each place, along one axis; all are [n, places].
+    """One element around each point, along one axis; all values are [n, points].
 
     Attributes:
-        place: its position in x.
-        inside: 1 where it is in x, 0 where it is padding.
-        weight, slope: its weight, and the weight's derivative by the coordinate; None: a constant weight.
+        index: the element's index, clamped to x.
+        inside: 1 if the element is in x, 0 if it is padding.
+        weight: the element's weight.
+        slope: the derivative of the weight by the coordinate; None for a constant weight.
     """
 
-    place: ir.Value
+    index: ir.Value
     inside: ir.Value
     weight: ir.Value
     slope: ir.Value | None
 
 
-def _reflected(op: Builder, n: NodeView, place: ir.Value, size: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """A place mirrored at the ends until it is within them, and the sign that its slope got."""
-    zero, one = op.scalar(0, like=place), op.scalar(1, like=place)
-    low = zero if n.align_corners else op.scalar(-0.5, like=place)
+def _reflected(op: Builder, n: NodeView, position: ir.Value, size: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Reflect a position at the ends of the axis until it is inside; return it and its derivative, 1 or -1."""
+    zero, one = op.scalar(0, like=position), op.scalar(1, like=position)
+    low = zero if n.align_corners else op.scalar(-0.5, like=position)
     span = op.Sub(size, one) if n.align_corners else size
-    away = op.Sub(place, low)
-    sign = op.Where(op.Less(away, zero), op.Neg(one), one)
-    away, alone = op.Abs(away), op.Equal(span, zero)  # a single element, which all reflections are
-    safe = op.Where(alone, one, span)
-    flips = op.Floor(op.Div(away, safe))
-    rest = op.Sub(away, op.Mul(flips, safe))
-    odd = op.Equal(op.Mod(flips, op.scalar(2, like=place), fmod=1), one)
-    found = op.Add(op.Where(odd, op.Sub(safe, rest), rest), low)
+    distance = op.Sub(position, low)
+    sign = op.Where(op.Less(distance, zero), op.Neg(one), one)
+    distance, is_single = op.Abs(distance), op.Equal(span, zero)  # every reflection is the single element
+    safe_span = op.Where(is_single, one, span)
+    flips = op.Floor(op.Div(distance, safe_span))
+    remainder = op.Sub(distance, op.Mul(flips, safe_span))
+    odd = op.Equal(op.Mod(flips, op.scalar(2, like=position), fmod=1), one)
+    reflected = op.Add(op.Where(odd, op.Sub(safe_span, remainder), remainder), low)
     sign = op.Where(odd, op.Neg(sign), sign)
-    return op.Where(alone, zero, found), op.Where(alone, zero, sign)
+    return op.Where(is_single, zero, reflected), op.Where(is_single, zero, sign)
 
 
-def _bounded(op: Builder, n: NodeView, place: ir.Value, size: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-    """A place as the padding wants it, and the factor of its slope; at the very ends there is none, as in PyTorch."""
+def _padded(op: Builder, n: NodeView, position: ir.Value, size: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """Apply the padding mode to a position; return it and its derivative, which is 0 at the ends as in PyTorch."""
     if n.padding_mode == "zeros":
-        return place, None
-    factor = None
+        return position, None
+    derivative = None
     if n.padding_mode == "reflection":
-        place, factor = _reflected(op, n, place, size)
-    zero, last = op.scalar(0, like=place), add_scalar(op, size, -1)
-    within = op.Cast(op.And(op.Greater(place, zero), op.Less(place, last)), to=dtype_of(place))
-    return op.Max(op.Min(place, last), zero), within if factor is None else op.Mul(factor, within)
+        position, derivative = _reflected(op, n, position, size)
+    zero, last = op.scalar(0, like=position), add_scalar(op, size, -1)
+    inside = op.Cast(op.And(op.Greater(position, zero), op.Less(position, last)), to=dtype_of(position))
+    return op.Max(op.Min(position, last), zero), inside if derivative is None else op.Mul(derivative, inside)
 
 
 def _cubic_taps(op: Builder, t: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
-    """The weights of four elements around a place at `t` between the second and third, and their slopes."""
+    """Return weight and slope of the four elements around a point at fraction `t` from the second to the third."""
     a = _CUBIC
 
     def near(x: ir.Value) -> tuple[ir.Value, ir.Value]:  # (a + 2) x^3 - (a + 3) x^2 + 1
@@ -159,48 +166,47 @@ def _cubic_taps(op: Builder, t: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
         value = add_scalar(op, op.Mul(inner, x), -4 * a)
         return value, add_scalar(op, op.Mul(add_scalar(op, mul_scalar(op, x, 3 * a), -10 * a), x), 8 * a)
 
-    rest = op.Sub(op.scalar(1, like=t), t)
-    after = [(w, op.Neg(s)) for w, s in (near(rest), far(add_scalar(op, rest, 1)))]  # they come nearer as t grows
+    complement = op.Sub(op.scalar(1, like=t), t)
+    # The distance to these shrinks as t grows.
+    after = [(w, op.Neg(s)) for w, s in (near(complement), far(add_scalar(op, complement, 1)))]
     return [far(add_scalar(op, t, 1)), near(t), *after]
 
 
 def _taps(op: Builder, n: NodeView, coordinate: ir.Value, extent: Size) -> list[Tap]:
-    """The taps of one axis. `coordinate` is [n, places]."""
+    """Return the taps of one axis of size `extent`. `coordinate` is [n, points]."""
     size = op.size(extent, dtype_of(coordinate))
     one, half = op.scalar(1, like=coordinate), op.scalar(0.5, like=coordinate)
     if n.align_corners:
         step = op.Mul(op.Sub(size, one), half)
-        place = op.Mul(op.Add(coordinate, one), step)
+        position = op.Mul(op.Add(coordinate, one), step)
     else:
         step = op.Mul(size, half)
-        place = op.Sub(op.Mul(op.Add(coordinate, one), step), half)
+        position = op.Sub(op.Mul(op.Add(coordinate, one), step), half)
     if n.mode == "cubic":
-        first = op.Floor(place)
+        base = op.Floor(position)
         return [
-            _tap(op, n, _bounded(op, n, add_scalar(op, first, i - 1), size)[0], size, extent, w, op.Mul(s, step))
-            for i, (w, s) in enumerate(_cubic_taps(op, op.Sub(place, first)))
+            _tap(op, _padded(op, n, add_scalar(op, base, i - 1), size)[0], size, w, op.Mul(s, step))
+            for i, (w, s) in enumerate(_cubic_taps(op, op.Sub(position, base)))
         ]
-    place, factor = _bounded(op, n, place, size)
+    position, derivative = _padded(op, n, position, size)
     if n.mode == "nearest":
-        ones = op.Expand(one, op.shape_of(place))
-        return [_tap(op, n, op.Round(place), size, extent, ones, None)]
-    step = step if factor is None else op.Mul(step, factor)
-    slope = op.Expand(step, op.shape_of(place))
-    first = op.Floor(place)
-    t = op.Sub(place, first)
+        ones = op.Expand(one, op.shape_of(position))
+        return [_tap(op, op.Round(position), size, ones, None)]
+    step = step if derivative is None else op.Mul(step, derivative)
+    slope = op.Expand(step, op.shape_of(position))
+    base = op.Floor(position)
+    t = op.Sub(position, base)
     return [
-        _tap(op, n, first, size, extent, op.Sub(one, t), op.Neg(slope)),
-        _tap(op, n, add_scalar(op, first, 1), size, extent, t, slope),
+        _tap(op, base, size, op.Sub(one, t), op.Neg(slope)),
+        _tap(op, add_scalar(op, base, 1), size, t, slope),
     ]
 
 
-def _tap(
-    op: Builder, n: NodeView, place: ir.Value, size: ir.Value, extent: Size, weight: ir.Value, slope: ir.Value | None
-) -> Tap:
-    zero, last = op.scalar(0, like=place), add_scalar(op, size, -1)
-    inside = op.And(op.GreaterOrEqual(place, zero), op.LessOrEqual(place, last))
-    index = op.Cast(op.Max(op.Min(place, last), zero), to=INT64)
-    return Tap(index, op.Cast(inside, to=dtype_of(place)), weight, slope)
+def _tap(op: Builder, position: ir.Value, size: ir.Value, weight: ir.Value, slope: ir.Value | None) -> Tap:
+    zero, last = op.scalar(0, like=position), add_scalar(op, size, -1)
+    inside = op.And(op.GreaterOrEqual(position, zero), op.LessOrEqual(position, last))
+    index = op.Cast(op.Max(op.Min(position, last), zero), to=INT64)
+    return Tap(index, op.Cast(inside, to=dtype_of(position)), weight, slope)
 
 
 def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
@@ -213,36 +219,36 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     x = reshaped(op, cast(op, n.x, dtype), [batch, channels, plane])
     dy = reshaped(op, cast(op, n.dy, dtype), [batch, channels, count])
     dx = op.Expand(op.scalar(0, like=x), op.sizes([batch, channels, plane]))
-    slopes: list[ir.Value | None] = [None] * len(inner)
+    dcolumns: list[ir.Value | None] = [None] * len(inner)
     for corner in itertools.product(*taps):
-        place = _flat_place(op, corner, inner)
-        indices = op.Expand(unsqueezed(op, place, 1), op.sizes([batch, channels, count]))
+        indices = op.Expand(unsqueezed(op, _flat_index(op, corner, inner), 1), op.sizes([batch, channels, count]))
         inside: ir.Value = functools.reduce(op.Mul, [tap.inside for tap in corner])
         weight: ir.Value = functools.reduce(op.Mul, [inside, *(tap.weight for tap in corner)])
         dx = op.ScatterElements(dx, indices, op.Mul(dy, unsqueezed(op, weight, 1)), axis=2, reduction="add")
-        found = op.GatherElements(x, indices, axis=2)
-        seen = op.Mul(sum_over(op, op.Mul(dy, found), (1,), keepdims=False), inside)
+        element = op.GatherElements(x, indices, axis=2)
+        dweight = op.Mul(sum_over(op, op.Mul(dy, element), (1,), keepdims=False), inside)
         for axis, tap in enumerate(corner):
             if tap.slope is not None:
                 others = [other.weight for k, other in enumerate(corner) if k != axis]
-                part = functools.reduce(op.Mul, [seen, tap.slope, *others])
-                slopes[axis] = part if slopes[axis] is None else op.Add(slopes[axis], part)
-    nothing = mul_scalar(op, columns[0], 0)
-    dgrid = concatenated(op, [unsqueezed(op, nothing if s is None else s, 2) for s in reversed(slopes)], 2)
+                term = functools.reduce(op.Mul, [dweight, tap.slope, *others])
+                dcolumns[axis] = term if dcolumns[axis] is None else op.Add(dcolumns[axis], term)
+    zeros = mul_scalar(op, columns[0], 0)
+    dgrid = concatenated(op, [unsqueezed(op, zeros if d is None else d, 2) for d in reversed(dcolumns)], 2)
     dgrid = reshaped(op, dgrid, sizes.dims_of(n.grid))
     return cast(op, reshaped(op, dx, sizes.dims_of(n.x)), dtype_of(n.x)), cast(op, dgrid, dtype_of(n.grid))
 
 
-def _flat_place(op: Builder, corner: Sequence[Tap], inner: Sequence[Size]) -> ir.Value:
-    place = corner[0].place
+def _flat_index(op: Builder, corner: Sequence[Tap], inner: Sequence[Size]) -> ir.Value:
+    """Return the index of a corner's element in the flattened spatial axes of sizes `inner`."""
+    index = corner[0].index
     for tap, extent in zip(corner[1:], inner[1:], strict=True):
-        place = op.Add(op.Mul(place, op.size(extent)), tap.place)
-    return place
+        index = op.Add(op.Mul(index, op.size(extent)), tap.index)
+    return index
 
 
 def _lower_grad(n: NodeView, dy: Any, x: Any, grid: Any) -> Call:
     kernel = aten.grid_sampler_2d_backward if rank_of(n.x) == 4 else aten.grid_sampler_3d_backward
-    return Call(kernel.default, dy, x, grid, *_numbers(n), as_bools(n.output_mask))
+    return Call(kernel.default, dy, x, grid, *_aten_arguments(n), as_bools(n.output_mask))
 
 
 define_fused(
@@ -272,22 +278,24 @@ def _grid_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.theta), (batch, *inner, len(inner))),)
 
 
-def _along_axis(op: Builder, n: NodeView, extent: Size) -> ir.Value:
-    """The coordinates of an axis's elements."""
+def _axis_coordinates(op: Builder, n: NodeView, extent: Size) -> ir.Value:
+    """Return the coordinates of the elements of an axis of size `extent`."""
     dtype = dtype_of(n.theta)
-    number, size, one = cast(op, arange(op, extent), dtype), op.size(extent, dtype), op.scalar(1, dtype)
+    index, size, one = cast(op, arange(op, extent), dtype), op.size(extent, dtype), op.scalar(1, dtype)
     if not n.align_corners:
-        return add_scalar(op, op.Div(add_scalar(op, mul_scalar(op, number, 2), 1), size), -1)
-    single = op.Equal(size, one)
-    found = add_scalar(op, op.Div(mul_scalar(op, number, 2), op.Where(single, one, op.Sub(size, one))), -1)
-    return op.Where(single, op.scalar(0, dtype), found)  # type: ignore[no-any-return]
+        return add_scalar(op, op.Div(add_scalar(op, mul_scalar(op, index, 2), 1), size), -1)
+    is_single = op.Equal(size, one)
+    coordinates = add_scalar(op, op.Div(mul_scalar(op, index, 2), op.Where(is_single, one, op.Sub(size, one))), -1)
+    return op.Where(is_single, op.scalar(0, dtype), coordinates)  # type: ignore[no-any-return]
 
 
 def _grid_body(op: Builder, n: NodeView) -> ir.Value:
     batch, _, *inner = _grid_sizes(n)
     columns = [
         expanded(
-            op, unsqueezed(op, vector_along(op, _along_axis(op, n, extent), axis, len(inner)), len(inner)), (*inner, 1)
+            op,
+            unsqueezed(op, vector_along(op, _axis_coordinates(op, n, extent), axis, len(inner)), len(inner)),
+            (*inner, 1),
         )
         for axis, extent in reversed(list(enumerate(inner)))
     ]

@@ -1,21 +1,20 @@
-"""Interpolation: images and sequences in other sizes.
+"""Interpolate: resize images and sequences as torch.nn.functional.interpolate does.
 
     Interpolate(x[n, c, d], size) -> y[n, c, e]        InterpolateGrad(dy, shape) -> dx[n, c, d]
 
-Along each axis of s elements that becomes one of e, element i of the output lies in x at
+When an axis of size s is resized to e, output element i has this coordinate in x:
 
     nearest          floor(i * s/e)
     nearest-exact    floor((i + 1/2) * s/e)
     linear, cubic    (i + 1/2) * s/e - 1/2,  with align_corners  i * (s - 1)/(e - 1)
 
-and is the nearest element, or a mean of the two or four around: separable, one axis after the other. `scales` holds
-e/s as the user gave it, where PyTorch uses that and not the sizes. Backward takes the shape of x, so that x need not be
-kept.
+Its value is the nearest element, or a weighted mean of the two (linear) or four (cubic) around it, axis by axis.
+`scales` holds the user's e/s, if PyTorch uses these and not the sizes. Backward reads the shape of x, so x is not kept.
 
-With `-antialias` behind the mode, an element that stands for several is a mean of all of them: ONNX's Resize.
+A mode that ends in `-antialias` averages all elements that fall on one when downsampling, as ONNX's Resize does.
 
-ScaledSize(x) is e = floor(s * scale) in doubles, as PyTorch computes it; scale is mantissa * 2^exponent, because an
-attribute of ONNX holds no double.
+ScaledSize(x) is e = floor(s * scale), computed in double precision as in PyTorch. ONNX attributes hold no doubles, so
+scale is given as mantissa * 2^exponent.
 
 Source of the cubic weights: Keys 1981, https://doi.org/10.1109/TASSP.1981.1163711 (with a = -3/4).
 """
@@ -48,8 +47,8 @@ _CUBIC = -0.75
 
 _ATTRIBUTES: dict[str, Any] = {"mode": REQUIRED, "align_corners": 0, "scales": None}
 
-# For each mode and number of axes the name of ATen's operators.
-_NAMES = {
+# The names of ATen's operators by mode and number of spatial axes.
+_ATEN_NAMES = {
     **{("nearest", count): f"upsample_nearest{count}d" for count in (1, 2, 3)},
     **{("nearest-exact", count): f"_upsample_nearest_exact{count}d" for count in (1, 2, 3)},
     ("linear", 1): "upsample_linear1d",
@@ -62,18 +61,21 @@ _NAMES = {
 _ANTIALIAS = "-antialias"
 
 
-def _resized(n: NodeView) -> Sizes:
-    size = as_sizes(n.size)
-    if size is None:
-        raise GraphError("Interpolate needs to know its sizes", got=f"{n.size.name}, of unknown contents")
-    return (*sizes.dims_of(n.x)[:2], *size)
+def _output_shape(n: NodeView) -> Sizes:
+    return (*sizes.dims_of(n.x)[:2], *_required_sizes(n.size, "Interpolate: the output size"))
 
 
-def _original(n: NodeView) -> Sizes:
-    shape = as_sizes(n.shape)
-    if shape is None:
-        raise GraphError("InterpolateGrad needs to know its sizes", got=f"{n.shape.name}, of unknown contents")
-    return shape
+def _original_shape(n: NodeView) -> Sizes:
+    return _required_sizes(n.shape, "InterpolateGrad: the shape of x")
+
+
+def _required_sizes(value: ir.Value, label: str) -> Sizes:
+    required = as_sizes(value)
+    if required is None:
+        raise GraphError(
+            f"{label} must follow from constants and sizes of inputs", got=f"{value.name}, whose values are unknown"
+        )
+    return required
 
 
 # Sizes
@@ -83,18 +85,18 @@ def _scale(n: NodeView) -> float:
     return math.ldexp(n.mantissa, n.exponent)
 
 
-def _scaled_body(op: Builder, n: NodeView) -> ir.Value:
-    wide = op.Mul(op.Cast(n.x, to=ir.DataType.DOUBLE), op.scalar(_scale(n), ir.DataType.DOUBLE))
-    return op.Cast(op.Floor(wide), to=INT64)  # type: ignore[no-any-return]
+def _scaled_size_body(op: Builder, n: NodeView) -> ir.Value:
+    scaled = op.Mul(op.Cast(n.x, to=ir.DataType.DOUBLE), op.scalar(_scale(n), ir.DataType.DOUBLE))
+    return op.Cast(op.Floor(scaled), to=INT64)  # type: ignore[no-any-return]
 
 
 def scaled_size(x: torch.Tensor, scale: float) -> torch.Tensor:
     return (x.double() * scale).long()
 
 
-def _scaled_on_host(n: NodeView, x: Any) -> Any:
+def _scaled_size_on_host(n: NodeView, x: Any) -> Any:
     if isinstance(x, tuple):
-        return tuple(_scaled_on_host(n, part) for part in x)
+        return tuple(_scaled_size_on_host(n, size) for size in x)
     return int(x * _scale(n)) if isinstance(x, int) else x.scaled(_scale(n))
 
 
@@ -105,81 +107,85 @@ define_unary(
     None,
     domain=OWN,
     attributes={"mantissa": REQUIRED, "exponent": REQUIRED},
-    body=_scaled_body,
+    body=_scaled_size_body,
     lower=lambda n, x: Call(scaled_size, x, _scale(n)),
-    host_eval=_scaled_on_host,
+    host_eval=_scaled_size_on_host,
 )
 
 
 # Kernels
 
 
-def _settings(n: NodeView, count: int) -> list[Any]:
-    """What ATen's operators take after the sizes."""
+def _aten_arguments(n: NodeView, count: int) -> list[Any]:
+    """Return the arguments of ATen's operators after the sizes."""
     scales = [None] * count if n.scales is None else [float(s) for s in n.scales]
     return scales if n.mode.startswith("nearest") else [bool(n.align_corners), *scales]
 
 
 def _lower(n: NodeView, x: Any, size: Any) -> Call:
     count = rank_of(n.x) - 2
-    kernel = getattr(aten, _NAMES[n.mode, count]).default
-    return Call(kernel, x, list(size), *_settings(n, count))
+    kernel = getattr(aten, _ATEN_NAMES[n.mode, count]).default
+    return Call(kernel, x, list(size), *_aten_arguments(n, count))
 
 
 def _lower_grad(n: NodeView, dy: Any, shape: Any) -> Call:
     count = rank_of(n.dy) - 2
-    kernel = getattr(aten, f"{_NAMES[n.mode, count]}_backward").default
-    return Call(_resize_backward, kernel, dy, list(shape), *_settings(n, count))
+    kernel = getattr(aten, f"{_ATEN_NAMES[n.mode, count]}_backward").default
+    return Call(_interpolate_backward, kernel, dy, list(shape), *_aten_arguments(n, count))
 
 
-def _resize_backward(kernel: Any, dy: torch.Tensor, shape: Sequence[int], *settings: Any) -> Any:
-    return kernel(dy, dy.shape[2:], shape, *settings)
+def _interpolate_backward(kernel: Any, dy: torch.Tensor, shape: Sequence[int], *arguments: Any) -> Any:
+    return kernel(dy, dy.shape[2:], shape, *arguments)
 
 
-# Bodies. A tap is (places in x, weights) for each element of the output along one axis.
+# Bodies. A tap is (indices into x, weights), one of each per output element along one axis.
 
 Tap = tuple[ir.Value, ir.Value]
 
 
 def _ratio(op: Builder, n: NodeView, axis: int, size: Size, out: Size, dtype: ir.DataType) -> ir.Value:
-    """The distance in x between neighbours of the output."""
+    """Return the distance in x between adjacent output elements."""
     if n.align_corners:
         steps = op.Max(op.size(sizes.subtract(out, 1)), op.size(1))
         aligned = op.Div(op.size(sizes.subtract(size, 1), dtype), op.Cast(steps, to=dtype))
-        alone = op.Equal(op.size(out), op.size(1))
-        result: ir.Value = op.Where(alone, op.scalar(0, dtype), aligned)
+        is_single = op.Equal(op.size(out), op.size(1))
+        result: ir.Value = op.Where(is_single, op.scalar(0, dtype), aligned)
         return result
     if n.scales is not None:
         return op.Div(op.scalar(1, dtype), op.scalar(n.scales[axis], dtype))  # type: ignore[no-any-return]
     return op.Div(op.size(size, dtype), op.size(out, dtype))  # type: ignore[no-any-return]
 
 
-def _within(op: Builder, places: ir.Value, size: Size) -> ir.Value:
-    """Floating places as indices of an axis."""
+def _clamped_indices(op: Builder, coordinates: ir.Value, size: Size) -> ir.Value:
+    """Cast integral coordinates to indices and clamp them to an axis of this size."""
     last = op.size(sizes.subtract(size, 1))
-    return op.Max(op.Min(op.Cast(places, to=INT64), last), op.size(0))  # type: ignore[no-any-return]
+    return op.Max(op.Min(op.Cast(coordinates, to=INT64), last), op.size(0))  # type: ignore[no-any-return]
 
 
 def _taps(op: Builder, n: NodeView, axis: int, size: Size, out: Size, dtype: ir.DataType) -> list[Tap]:
-    count = op.Cast(op.Range(op.size(0), op.size(out), op.size(1)), to=dtype)
+    index = op.Cast(op.Range(op.size(0), op.size(out), op.size(1)), to=dtype)
     ratio = _ratio(op, n, axis, size, out, dtype)
     if n.mode.startswith("nearest"):
-        middle = add_scalar(op, count, 0.5) if n.mode == "nearest-exact" else count
-        return [(_within(op, op.Floor(op.Mul(middle, ratio)), size), op.Expand(op.scalar(1, dtype), op.sizes([out])))]
-    place = op.Mul(count, ratio) if n.align_corners else add_scalar(op, op.Mul(add_scalar(op, count, 0.5), ratio), -0.5)
+        center = add_scalar(op, index, 0.5) if n.mode == "nearest-exact" else index
+        nearest = _clamped_indices(op, op.Floor(op.Mul(center, ratio)), size)
+        return [(nearest, op.Expand(op.scalar(1, dtype), op.sizes([out])))]
+    if n.align_corners:
+        coordinate = op.Mul(index, ratio)
+    else:
+        coordinate = add_scalar(op, op.Mul(add_scalar(op, index, 0.5), ratio), -0.5)
     if n.mode == "linear":
-        place = op.Max(place, op.scalar(0, dtype))
-    first = op.Floor(place)
-    weights = _weights(op, n.mode, op.Sub(place, first))
+        coordinate = op.Max(coordinate, op.scalar(0, dtype))
+    base = op.Floor(coordinate)
+    weights = _weights(op, n.mode, op.Sub(coordinate, base))
     offset = 0 if n.mode == "linear" else -1
-    return [(_within(op, add_scalar(op, first, i + offset), size), w) for i, w in enumerate(weights)]
+    return [(_clamped_indices(op, add_scalar(op, base, i + offset), size), w) for i, w in enumerate(weights)]
 
 
 def _weights(op: Builder, mode: str, t: ir.Value) -> list[ir.Value]:
-    """The weights of the elements around a place at `t` of the way from the one before to the one after."""
-    rest = op.Sub(op.scalar(1, like=t), t)
+    """Return the weights of the elements around a coordinate that is at fraction `t` between the two nearest."""
+    complement = op.Sub(op.scalar(1, like=t), t)
     if mode == "linear":
-        return [rest, t]
+        return [complement, t]
 
     def near(x: ir.Value) -> ir.Value:  # (a + 2) x^3 - (a + 3) x^2 + 1
         slope = add_scalar(op, mul_scalar(op, x, _CUBIC + 2), -(_CUBIC + 3))
@@ -189,55 +195,56 @@ def _weights(op: Builder, mode: str, t: ir.Value) -> list[ir.Value]:
         inner = add_scalar(op, op.Mul(add_scalar(op, mul_scalar(op, x, _CUBIC), -5 * _CUBIC), x), 8 * _CUBIC)
         return add_scalar(op, op.Mul(inner, x), -4 * _CUBIC)
 
-    return [far(add_scalar(op, t, 1)), near(t), near(rest), far(add_scalar(op, rest, 1))]
+    return [far(add_scalar(op, t, 1)), near(t), near(complement), far(add_scalar(op, complement, 1))]
 
 
-def _standard(n: NodeView) -> dict[str, Any]:
-    """What ONNX's Resize takes for a mode with antialias."""
-    how = {"antialias": 1, "mode": n.mode.removesuffix(_ANTIALIAS), "cubic_coeff_a": -0.5, "exclude_outside": 1}
-    return {**how, "axes": [2, 3]}
+def _resize_attributes(n: NodeView) -> dict[str, Any]:
+    """Return the attributes of ONNX's Resize for a mode with antialiasing."""
+    mode = n.mode.removesuffix(_ANTIALIAS)
+    return {"antialias": 1, "mode": mode, "cubic_coeff_a": -0.5, "exclude_outside": 1, "axes": [2, 3]}
 
 
-def _extent(op: Builder, n: NodeView, wanted: Sequence[Size]) -> tuple[ir.Value | None, ir.Value | None]:
-    """Scales or sizes, as ONNX's Resize takes them."""
+def _scales_or_sizes(op: Builder, n: NodeView, out: Sequence[Size]) -> tuple[ir.Value | None, ir.Value | None]:
+    """Return the inputs `scales` and `sizes` of ONNX's Resize, one of which is None."""
     if n.scales is not None:
         return op.constant(n.scales, ir.DataType.FLOAT), None
-    return None, op.sizes(wanted)
+    return None, op.sizes(out)
 
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
     dtype = accumulation_dtype(dtype_of(n.x))
     y, rank = cast(op, n.x, dtype), rank_of(n.x)
     if n.mode.endswith(_ANTIALIAS):
-        y = op.Resize(y, None, *_extent(op, n, _resized(n)[2:]), **_standard(n))
+        y = op.Resize(y, None, *_scales_or_sizes(op, n, _output_shape(n)[2:]), **_resize_attributes(n))
         return cast(op, y, dtype_of(n.x))
-    for axis, (size, out) in enumerate(zip(spatial_sizes(n.x), _resized(n)[2:], strict=True)):
-        summed: ir.Value | None = None
+    for axis, (size, out) in enumerate(zip(spatial_sizes(n.x), _output_shape(n)[2:], strict=True)):
+        total: ir.Value | None = None
         taps = _taps(op, n, axis, size, out, dtype)
-        for places, weights in taps:
-            found = op.Gather(y, places, axis=2 + axis)
+        for indices, weights in taps:
+            term = op.Gather(y, indices, axis=2 + axis)
             if len(taps) > 1:
-                found = op.Mul(found, reshaped(op, weights, [out, *[1] * (rank - 3 - axis)]))
-            summed = found if summed is None else op.Add(summed, found)
-        assert summed is not None
-        y = summed
+                term = op.Mul(term, reshaped(op, weights, [out, *[1] * (rank - 3 - axis)]))
+            total = term if total is None else op.Add(total, term)
+        assert total is not None
+        y = total
     return cast(op, y, dtype_of(n.x))
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """The weights of each axis as a matrix [out, size], from which dy is multiplied."""
+    """Multiply dy along each axis by the matrix [out, size] of the weights."""
     dtype = accumulation_dtype(dtype_of(n.dy))
     dx, rank = cast(op, n.dy, dtype), rank_of(n.dy)
     if n.mode.endswith(_ANTIALIAS):
-        dx = op.ms.ResizeGrad(dx, n.shape, None, *_extent(op, n, spatial_sizes(n.dy)), **_standard(n))
+        scales_or_sizes = _scales_or_sizes(op, n, spatial_sizes(n.dy))
+        dx = op.ms.ResizeGrad(dx, n.shape, None, *scales_or_sizes, **_resize_attributes(n))
         return cast(op, dx, dtype_of(n.dy))
-    for axis, (size, out) in enumerate(zip(_original(n)[2:], spatial_sizes(n.dy), strict=True)):
+    for axis, (size, out) in enumerate(zip(_original_shape(n)[2:], spatial_sizes(n.dy), strict=True)):
         matrix: ir.Value | None = None
         columns = op.Range(op.size(0), op.size(size), op.size(1))
-        for places, weights in _taps(op, n, axis, size, out, dtype):
-            at = op.Equal(reshaped(op, places, [out, 1]), columns)
-            part = op.Where(at, reshaped(op, weights, [out, 1]), op.scalar(0, dtype))
-            matrix = part if matrix is None else op.Add(matrix, part)
+        for indices, weights in _taps(op, n, axis, size, out, dtype):
+            is_read = op.Equal(reshaped(op, indices, [out, 1]), columns)
+            term = op.Where(is_read, reshaped(op, weights, [out, 1]), op.scalar(0, dtype))
+            matrix = term if matrix is None else op.Add(matrix, term)
         swap = list(range(rank))
         swap[2 + axis], swap[-1] = swap[-1], swap[2 + axis]
         dx = op.Transpose(op.MatMul(op.Transpose(dx, perm=swap), matrix), perm=swap)
@@ -248,20 +255,20 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
-    how = {name: getattr(n, name) for name in _ATTRIBUTES}
-    return [op.own.InterpolateGrad(dy, op.shape_of(n.x), **how), None]
+    attributes = {name: getattr(n, name) for name in _ATTRIBUTES}
+    return [op.own.InterpolateGrad(dy, op.shape_of(n.x), **attributes), None]
 
 
 def _interpolate(op: Builder, x: ir.Value, mode: str, align_corners: bool, scales: Sequence[Any] | None) -> Any:
     size = op.out[0].shape[2:]
-    given = None if scales is None or any(s is None for s in scales) else [float(s) for s in scales]
-    if mode.endswith(_ANTIALIAS) and (align_corners or not all(float(np.float32(s)) == s for s in given or ())):
-        return NotImplemented  # ONNX means something else by the corners, and has scales in float32
-    return op.own.Interpolate(x, op.sizes(size), mode=mode, align_corners=int(align_corners), scales=given)
+    factors = None if scales is None or any(s is None for s in scales) else [float(s) for s in scales]
+    if mode.endswith(_ANTIALIAS) and (align_corners or not all(float(np.float32(s)) == s for s in factors or ())):
+        return NotImplemented  # ONNX's align_corners differs, and its scales are float32
+    return op.own.Interpolate(x, op.sizes(size), mode=mode, align_corners=int(align_corners), scales=factors)
 
 
-def _of_nearest(mode: str) -> tuple[FromTorch, FromTorch]:
-    """How `.vec` and `.default` are captured. The output's size is PyTorch's own."""
+def _nearest_captures(mode: str) -> tuple[FromTorch, FromTorch]:
+    """Return the captures of `.vec` and `.default`. The output size is PyTorch's."""
 
     def vector(op: Builder, x: ir.Value, output_size: Any, scale_factors: Any) -> Any:
         return _interpolate(op, x, mode, False, scale_factors)
@@ -272,8 +279,8 @@ def _of_nearest(mode: str) -> tuple[FromTorch, FromTorch]:
     return vector, default
 
 
-def _of_weighted(mode: str) -> tuple[FromTorch, FromTorch]:
-    """How `.vec` and `.default` are captured. The output's size is PyTorch's own."""
+def _weighted_captures(mode: str) -> tuple[FromTorch, FromTorch]:
+    """As `_nearest_captures`, for overloads that take align_corners."""
 
     def vector(op: Builder, x: ir.Value, output_size: Any, align_corners: bool, scale_factors: Any) -> Any:
         return _interpolate(op, x, mode, align_corners, scale_factors)
@@ -285,11 +292,11 @@ def _of_weighted(mode: str) -> tuple[FromTorch, FromTorch]:
 
 
 def _from_torch() -> dict[str, FromTorch]:
-    found: dict[str, FromTorch] = {}
-    for (mode, _), name in _NAMES.items():
-        vector, default = _of_nearest(mode) if mode.startswith("nearest") else _of_weighted(mode)
-        found[f"aten.{name}.vec"], found[f"aten.{name}.default"] = vector, default
-    return found
+    captures: dict[str, FromTorch] = {}
+    for (mode, _), name in _ATEN_NAMES.items():
+        vector, default = _nearest_captures(mode) if mode.startswith("nearest") else _weighted_captures(mode)
+        captures[f"aten.{name}.vec"], captures[f"aten.{name}.default"] = vector, default
+    return captures
 
 
 define_fused(
@@ -299,7 +306,7 @@ define_fused(
     ("y",),
     attributes=_ATTRIBUTES,
     from_torch=_from_torch(),
-    shapes=lambda n: (TensorType(dtype_of(n.x), _resized(n)),),
+    shapes=lambda n: (TensorType(dtype_of(n.x), _output_shape(n)),),
     body=_body,
     gradient=(Gradient(_gradient, reads=()),),
     nondiff_inputs=frozenset({"size"}),
@@ -314,10 +321,10 @@ define_fused(
     ("dy", "shape"),
     ("dx",),
     attributes=_ATTRIBUTES,
-    shapes=lambda n: (TensorType(dtype_of(n.dy), _original(n)),),
+    shapes=lambda n: (TensorType(dtype_of(n.dy), _original_shape(n)),),
     body=_grad_body,
     lower=_lower_grad,
     host_inputs=frozenset({1}),
-    axes=lambda n: NO_AXES,  # what passes has to be taken from the shape too
+    axes=lambda n: NO_AXES,  # an axis that maps must be sliced in `shape`, too
     flops=lambda n: sizes.multiply(4, numel(n.dy)),
 )

@@ -1,11 +1,11 @@
-"""ONNX's Resize in all its modes, axis after axis; forms that PyTorch has are Interpolate, which has its kernels.
+"""ONNX's Resize in all its modes, axis by axis.
 
     Resize(x, roi, scales, sizes) -> y                   ResizeGrad(dy, shape, roi, scales, sizes) -> dx
 
-Along an axis of s elements that becomes one of e, output i lies in x at a place that `coordinate_transformation_mode`
-says, and is the nearest element (`nearest_mode`), or a mean of two (linear) or four (cubic) around; with `antialias`,
-where the axis shrinks, of as many as fall together. With tf_crop_and_resize what lies outside x is
-`extrapolation_value`. `keep_aspect_ratio_policy` works out sizes from `sizes`.
+PyTorch's modes are captured as Interpolate, which runs PyTorch's kernels. `coordinate_transformation_mode` gives the
+coordinate in x of each output element. Its value is the nearest element (`nearest_mode`), or a weighted mean of the two
+(linear) or four (cubic) around it; with `antialias`, of all elements that fall on it when downsampling. With
+tf_crop_and_resize it is `extrapolation_value` outside x. `keep_aspect_ratio_policy` adjusts `sizes`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _ATTRIBUTES: dict[str, Any] = {
     "mode": "nearest",
     "nearest_mode": "round_prefer_floor",
 }
-_PLACES = frozenset(
+_MODES = ("nearest", "linear", "cubic")
+_COORDINATE_MODES = frozenset(
     {
         "half_pixel",
         "half_pixel_symmetric",
@@ -58,17 +59,17 @@ _PLACES = frozenset(
 )
 
 
-# What a node says
+# Attributes and inputs of a node
 
 
 @dataclass(frozen=True)
-class Resized:
-    """One axis that is resized.
+class AxisResize:
+    """One axis to resize.
 
     Attributes:
-        axis: which.
-        scale: output to input, where the node gives it; None: by the sizes.
-        start, end: the region of x that is resized, as shares of the axis.
+        axis: its index.
+        scale: output size / input size as the node gives it; None: by the actual sizes.
+        start, end: the region of x to resize, as fractions of the axis.
     """
 
     axis: int
@@ -78,24 +79,26 @@ class Resized:
 
 
 @dataclass(frozen=True)
-class How:
-    """The attributes that say what an output element is."""
+class Resampling:
+    """The attributes that define the value of an output element; see ONNX's Resize."""
 
     mode: str
-    places: str
-    nearest: str
-    cubic: float
+    coordinate_mode: str
+    nearest_mode: str
+    cubic_coeff_a: float
     antialias: bool
     exclude_outside: bool
-    outside: float
+    extrapolation_value: float
 
 
-def _how(n: NodeView) -> How:
-    if n.coordinate_transformation_mode not in _PLACES or n.mode not in ("nearest", "linear", "cubic"):
+def _resampling(n: NodeView) -> Resampling:
+    if n.coordinate_transformation_mode not in _COORDINATE_MODES or n.mode not in _MODES:
         raise GraphError(
-            "Resize does not know the mode", got=f"mode={n.mode}, places {n.coordinate_transformation_mode}"
+            "Resize: unknown mode or coordinate_transformation_mode",
+            expected=f"{' or '.join(_MODES)}; {' or '.join(sorted(_COORDINATE_MODES))}",
+            got=f"mode={n.mode}, coordinate_transformation_mode={n.coordinate_transformation_mode}",
         )
-    return How(
+    return Resampling(
         n.mode,
         n.coordinate_transformation_mode,
         n.nearest_mode,
@@ -106,14 +109,14 @@ def _how(n: NodeView) -> How:
     )
 
 
-def _numbers(value: ir.Value | None, use: str) -> list[float] | None:
-    """The floating numbers of an optional input; None where it is absent or empty."""
+def _constant_floats(value: ir.Value | None, label: str) -> list[float] | None:
+    """Return the values of an optional constant input; None if it is absent or empty."""
     if value is None or sizes.dims_of(value) == (0,):
         return None
-    known = constant_of(value)
-    if known is None:
-        raise GraphError(f"{use} must be constant", got=f"{value.name}, which is computed")
-    return [float(v) for v in known.reshape(-1)]
+    constant = constant_of(value)
+    if constant is None:
+        raise GraphError(f"{label} must be constant", got=f"{value.name}, which is computed")
+    return [float(v) for v in constant.reshape(-1)]
 
 
 def _axes(n: NodeView, rank: int) -> list[int]:
@@ -121,23 +124,28 @@ def _axes(n: NodeView, rank: int) -> list[int]:
 
 
 def _scales(n: NodeView) -> list[float] | None:
-    return _numbers(n.scales, "the scales of Resize")
+    return _constant_floats(n.scales, "the scales of Resize")
 
 
 def _new_sizes(n: NodeView, shape: Sizes) -> list[Size]:
-    """The output's size along each of the node's axes."""
+    """Return the output's size along each of the node's axes."""
     axes, scales = _axes(n, len(shape)), _scales(n)
     if scales is not None:
         return [_scaled(shape[axis], scale) for axis, scale in zip(axes, scales, strict=True)]
-    wanted = list(required_ints(n.sizes, "the sizes that Resize gives"))
+    targets = list(required_ints(n.sizes, "the output sizes of Resize"))
     if n.keep_aspect_ratio_policy == "stretch":
-        return wanted
-    have = [shape[axis] for axis in axes]
-    if any(isinstance(s, str) for s in (*have, *wanted)):
-        raise GraphError("Resize keeps an aspect ratio of known sizes only", got=f"{have} to {wanted}")
+        return targets
+    sources = [shape[axis] for axis in axes]
+    if any(isinstance(s, str) for s in (*sources, *targets)):
+        raise GraphError(
+            f"Resize: keep_aspect_ratio_policy={n.keep_aspect_ratio_policy} needs static sizes",
+            expected="integers",
+            got=f"{sources} to {targets}",
+            todo="export the model with static sizes, or pass scales instead of sizes",
+        )
     choose = min if n.keep_aspect_ratio_policy == "not_larger" else max
-    scale = choose(int(w) / int(h) for h, w in zip(have, wanted, strict=True))
-    return [math.floor(scale * int(h) + 0.5) for h in have]
+    scale = choose(int(target) / int(source) for source, target in zip(sources, targets, strict=True))
+    return [math.floor(scale * int(source) + 0.5) for source in sources]
 
 
 def _scaled(size: Size, scale: float) -> Size:
@@ -147,21 +155,24 @@ def _scaled(size: Size, scale: float) -> Size:
     return sizes.floor_divide(sizes.multiply(size, numerator), denominator)
 
 
-def _resized(n: NodeView, shape: Sizes) -> list[Resized]:
-    """The axes that change."""
+def _resized_axes(n: NodeView, shape: Sizes) -> list[AxisResize]:
+    """Return the axes that change."""
     axes, scales = _axes(n, len(shape)), _scales(n)
-    region = _numbers(n.roi, "the region of Resize") if n.coordinate_transformation_mode.startswith("tf") else None
-    if n.coordinate_transformation_mode.startswith("tf") and region is None:
-        raise GraphError("Resize needs its region", todo="give it the input roi")
+    crops = n.coordinate_transformation_mode == "tf_crop_and_resize"
+    region = _constant_floats(n.roi, "the region (roi) of Resize") if crops else None
+    if crops and region is None:
+        raise GraphError(
+            "Resize: coordinate_transformation_mode=tf_crop_and_resize needs a region", todo="pass the input roi"
+        )
     count = len(axes)
     region = region or [0.0] * count + [1.0] * count
-    new = _new_sizes(n, shape)
+    new_sizes = _new_sizes(n, shape)
     if scales is None and n.keep_aspect_ratio_policy != "stretch":
-        scales = [int(w) / int(shape[axis]) for axis, w in zip(axes, new, strict=True)]
+        scales = [int(size) / int(shape[axis]) for axis, size in zip(axes, new_sizes, strict=True)]
     return [
-        Resized(axis, None if scales is None else scales[i], region[i], region[count + i])
+        AxisResize(axis, None if scales is None else scales[i], region[i], region[count + i])
         for i, axis in enumerate(axes)
-        if new[i] != shape[axis] or (region[i], region[count + i]) != (0.0, 1.0)
+        if new_sizes[i] != shape[axis] or (region[i], region[count + i]) != (0.0, 1.0)
     ]
 
 
@@ -175,30 +186,30 @@ def _new_shape(n: NodeView, shape: Sizes) -> Sizes:
 # Kernels
 
 
-def _origins(how: How, change: Resized, size: int, out: int, scale: float) -> np.ndarray[Any, Any]:
-    """Where each output element lies in x, in elements."""
-    number = np.arange(out, dtype=np.float64)
-    length = scale * size
-    if how.places == "align_corners":
-        return number * 0 if length == 1 else number * ((size - 1) / (length - 1))
-    if how.places == "asymmetric":
-        return number / scale
-    if how.places == "tf_crop_and_resize":
+def _coordinates(resampling: Resampling, change: AxisResize, size: int, out: int, scale: float) -> np.ndarray[Any, Any]:
+    """Return the coordinate in x of each output element, in elements."""
+    index = np.arange(out, dtype=np.float64)
+    mode, length = resampling.coordinate_mode, scale * size
+    if mode == "align_corners":
+        return index * 0 if length == 1 else index * ((size - 1) / (length - 1))
+    if mode == "asymmetric":
+        return index / scale
+    if mode == "tf_crop_and_resize":
         span = (change.end - change.start) * (size - 1)
-        inner = number * 0 + span / 2 if length == 1 else number * (span / (length - 1))
-        return inner + change.start * (size - 1)
-    if how.places == "pytorch_half_pixel" and length == 1:
-        return number * 0 - 0.5
-    middle = (number + 0.5) / scale - 0.5
-    return middle + size / 2 * (1 - out / length) if how.places == "half_pixel_symmetric" else middle
+        offset = index * 0 + span / 2 if length == 1 else index * (span / (length - 1))
+        return offset + change.start * (size - 1)
+    if mode == "pytorch_half_pixel" and length == 1:
+        return index * 0 - 0.5
+    half_pixel = (index + 0.5) / scale - 0.5
+    return half_pixel + size / 2 * (1 - out / length) if mode == "half_pixel_symmetric" else half_pixel
 
 
-def _kernel(how: How, distance: np.ndarray[Any, Any]) -> Any:
-    """The weight of an element at this distance."""
+def _weight(resampling: Resampling, distance: np.ndarray[Any, Any]) -> Any:
+    """Return the weights of elements at these distances."""
     x = np.abs(distance)
-    if how.mode == "linear":
+    if resampling.mode == "linear":
         return np.clip(1 - x, 0, 1)
-    a = how.cubic
+    a = resampling.cubic_coeff_a
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return np.where(x <= 1, near, np.where(x < 2, far, 0.0))
@@ -212,135 +223,142 @@ _ROUND: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def taps(how: How, change: Resized, size: int, out: int) -> tuple[Any, Any, Any]:
-    """For each output element the places in x and their weights, [out, taps], and whether it lies outside, [out]."""
+def _taps(resampling: Resampling, change: AxisResize, size: int, out: int) -> tuple[Any, Any, Any]:
+    """Return indices into x and their weights, [out, taps], and whether the output element is outside x, [out]."""
     scale = change.scale or (out / size if size else 1.0)
-    origin = _origins(how, change, size, out, scale)
-    beyond = (origin < 0) | (origin > size - 1) if how.places == "tf_crop_and_resize" else np.zeros(out, bool)
-    if how.mode == "nearest":
-        places = _ROUND[how.nearest](origin)[:, None]
-        weights = np.ones_like(places)
+    coordinates = _coordinates(resampling, change, size, out, scale)
+    if resampling.coordinate_mode == "tf_crop_and_resize":
+        outside = (coordinates < 0) | (coordinates > size - 1)
     else:
-        shrink = min(scale, 1.0) if how.antialias else 1.0
-        reach = math.ceil((1 if how.mode == "linear" else 2) / shrink)
-        places = np.floor(origin)[:, None] + np.arange(1 - reach, reach + 1)
-        weights = _kernel(how, (places - origin[:, None]) * shrink)
-        if how.antialias:
+        outside = np.zeros(out, bool)
+    if resampling.mode == "nearest":
+        indices = _ROUND[resampling.nearest_mode](coordinates)[:, None]
+        weights = np.ones_like(indices)
+    else:
+        shrink = min(scale, 1.0) if resampling.antialias else 1.0
+        reach = math.ceil((1 if resampling.mode == "linear" else 2) / shrink)
+        indices = np.floor(coordinates)[:, None] + np.arange(1 - reach, reach + 1)
+        weights = _weight(resampling, (indices - coordinates[:, None]) * shrink)
+        if resampling.antialias:
             weights /= weights.sum(1, keepdims=True)
-    if how.exclude_outside:
-        weights *= (places >= 0) & (places < size)
+    if resampling.exclude_outside:
+        weights *= (indices >= 0) & (indices < size)
         weights /= weights.sum(1, keepdims=True)
-    return np.clip(places, 0, max(size - 1, 0)).astype(np.int64), weights, beyond
+    return np.clip(indices, 0, max(size - 1, 0)).astype(np.int64), weights, outside
 
 
-def resize(x: Tensor, out: Sequence[int], changes: Sequence[Resized], how: How) -> Tensor:
-    """Resizes x axis after axis to the shape `out`."""
+def resize(x: Tensor, shape: Sequence[int], changes: Sequence[AxisResize], resampling: Resampling) -> Tensor:
+    """Resize x to `shape`, axis by axis."""
     y = x if x.dtype == torch.float64 else x.float()
     outside = torch.zeros((), dtype=torch.bool, device=x.device)
     for change in changes:
-        places, weights, beyond = _on_device(x, change, how, x.shape[change.axis], out[change.axis])
-        aligned = [-1 if i == change.axis else 1 for i in range(x.ndim)]
-        parts = [y.index_select(change.axis, p) * w.view(aligned) for p, w in zip(places.T, weights.T, strict=True)]
-        y = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
-        outside = outside | beyond.view(aligned)
-    if how.places == "tf_crop_and_resize":
-        y = torch.where(outside, how.outside, y)
+        axis = change.axis
+        indices, weights, outside_axis = _taps_on_device(x, change, resampling, x.shape[axis], shape[axis])
+        aligned = [-1 if i == axis else 1 for i in range(x.ndim)]
+        terms = [y.index_select(axis, i) * w.view(aligned) for i, w in zip(indices.T, weights.T, strict=True)]
+        y = torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+        outside = outside | outside_axis.view(aligned)
+    if resampling.coordinate_mode == "tf_crop_and_resize":
+        y = torch.where(outside, resampling.extrapolation_value, y)
     return (y if changes else y.clone()).to(x.dtype)
 
 
-def resize_backward(dy: Tensor, shape: Sequence[int], changes: Sequence[Resized], how: How) -> Tensor:
-    """Gives each output element's gradient to the places it was made of."""
+def resize_backward(dy: Tensor, shape: Sequence[int], changes: Sequence[AxisResize], resampling: Resampling) -> Tensor:
+    """Add each output element's gradient to the elements of x that it was computed from."""
     dx = dy if dy.dtype == torch.float64 else dy.float()
     for change in reversed(changes):
         axis = change.axis
-        places, weights, beyond = _on_device(dy, change, how, shape[axis], dy.shape[axis])
+        indices, weights, outside = _taps_on_device(dy, change, resampling, shape[axis], dy.shape[axis])
         aligned = [-1 if i == axis else 1 for i in range(dy.ndim)]
-        inside = torch.where(beyond.view(aligned), 0.0, dx)
+        inside = torch.where(outside.view(aligned), 0.0, dx)
         total = dx.new_zeros([shape[axis] if i == axis else s for i, s in enumerate(dx.shape)])
-        for p, w in zip(places.T, weights.T, strict=True):
-            total.index_add_(axis, p, inside * w.view(aligned))
+        for i, w in zip(indices.T, weights.T, strict=True):
+            total.index_add_(axis, i, inside * w.view(aligned))
         dx = total
     return (dx if changes else dx.clone()).to(dy.dtype)
 
 
-def _on_device(x: Tensor, change: Resized, how: How, size: int, out: int) -> tuple[Tensor, Tensor, Tensor]:
-    places, weights, beyond = taps(how, change, size, out)
+def _taps_on_device(
+    x: Tensor, change: AxisResize, resampling: Resampling, size: int, out: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    indices, weights, outside = _taps(resampling, change, size, out)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (
-        torch.from_numpy(places).to(x.device),
+        torch.from_numpy(indices).to(x.device),
         torch.from_numpy(weights).to(x.device, dtype),
-        torch.from_numpy(beyond).to(x.device),
+        torch.from_numpy(outside).to(x.device),
     )
 
 
 @dataclass(frozen=True)
 class Target:
-    """What an axis becomes: `size` where that is known before the run, else by `scale` or by the given sizes."""
+    """The target of an axis: a static `size`, or a `scale`, or, if both are None, the node's input `sizes`."""
 
     axis: int
     size: int | None
     scale: float | None
 
 
-def resize_to(x: Tensor, wanted: Any, targets: Sequence[Target], changes: Sequence[Resized], how: How) -> Tensor:
-    """Resize where some sizes are known only now."""
-    out = list(x.shape)
+def resize_dynamically(
+    x: Tensor, input_sizes: Any, targets: Sequence[Target], changes: Sequence[AxisResize], resampling: Resampling
+) -> Tensor:
+    """Resize x to a shape of which some sizes are known only at run time."""
+    shape = list(x.shape)
     for i, target in enumerate(targets):
         if target.size is not None:
-            out[target.axis] = target.size
+            shape[target.axis] = target.size
         elif target.scale is not None:
-            out[target.axis] = math.floor(x.shape[target.axis] * target.scale)
+            shape[target.axis] = math.floor(x.shape[target.axis] * target.scale)
         else:
-            out[target.axis] = wanted[i]
-    return resize(x, out, changes, how)
+            shape[target.axis] = input_sizes[i]
+    return resize(x, shape, changes, resampling)
 
 
-def _lower(n: NodeView, x: Any, roi: Any, scales: Any, wanted: Any) -> Call:
-    shape, given = sizes.dims_of(n.x), _scales(n)
-    changes, new = _resized(n, shape), _new_shape(n, shape)
-    if not any(isinstance(s, str) for s in new):
-        return Call(resize, x, new, changes, _how(n))
-    targets = [
-        Target(axis, new[axis] if isinstance(new[axis], int) else None, given[i] if given else None)  # type: ignore[arg-type]  # an int, as is asked
-        for i, axis in enumerate(_axes(n, len(shape)))
-    ]
-    return Call(resize_to, x, wanted, targets, changes, _how(n))
+def _lower(n: NodeView, x: Any, roi: Any, scales: Any, input_sizes: Any) -> Call:
+    shape, constant_scales = sizes.dims_of(n.x), _scales(n)
+    changes, new_shape = _resized_axes(n, shape), _new_shape(n, shape)
+    if not any(isinstance(s, str) for s in new_shape):
+        return Call(resize, x, new_shape, changes, _resampling(n))
+    targets = []
+    for i, axis in enumerate(_axes(n, len(shape))):
+        size = new_shape[axis]
+        scale = constant_scales[i] if constant_scales else None
+        targets.append(Target(axis, size if isinstance(size, int) else None, scale))
+    return Call(resize_dynamically, x, input_sizes, targets, changes, _resampling(n))
 
 
-def _lower_grad(n: NodeView, dy: Any, shape: Any, roi: Any, scales: Any, wanted: Any) -> Call:
-    return Call(resize_backward, dy, shape, _resized(n, _original(n)), _how(n))
+def _lower_grad(n: NodeView, dy: Any, shape: Any, roi: Any, scales: Any, input_sizes: Any) -> Call:
+    return Call(resize_backward, dy, shape, _resized_axes(n, _original_shape(n)), _resampling(n))
 
 
-# The body of the gradient: for each axis the matrix [out, size] of its weights, which is Resize of the unit matrix.
+# The body of the gradient multiplies dy along each axis by the matrix [out, size] of the weights, which is the Resize
+# of an identity matrix.
 
 
-def _original(n: NodeView) -> Sizes:
+def _original_shape(n: NodeView) -> Sizes:
     return required_ints(n.shape, "the output shape of ResizeGrad")
 
 
-def _matrix(op: Builder, n: NodeView, change: Resized, size: Size, out: Size, dtype: ir.DataType) -> ir.Value:
+def _weight_matrix(op: Builder, n: NodeView, change: AxisResize, size: Size, out: Size, dtype: ir.DataType) -> ir.Value:
     rows = arange(op, size)
-    unit = op.Cast(op.Equal(unsqueezed(op, rows, 1), unsqueezed(op, rows, 0)), to=dtype)
-    how = {name: getattr(n, name) for name in _ATTRIBUTES}
-    how |= {"axes": [0], "extrapolation_value": 0.0, "keep_aspect_ratio_policy": "stretch"}
-    roi = (
-        op.constant([change.start, change.end], dtype)
-        if how["coordinate_transformation_mode"].startswith("tf")
-        else None
-    )
+    identity = op.Cast(op.Equal(unsqueezed(op, rows, 1), unsqueezed(op, rows, 0)), to=dtype)
+    attributes = {name: getattr(n, name) for name in _ATTRIBUTES}
+    attributes |= {"axes": [0], "extrapolation_value": 0.0, "keep_aspect_ratio_policy": "stretch"}
+    crops = n.coordinate_transformation_mode == "tf_crop_and_resize"
+    roi = op.constant([change.start, change.end], dtype) if crops else None
     scales = None if change.scale is None else op.constant([change.scale], ir.DataType.FLOAT)
-    wanted = op.sizes([out]) if scales is None else None
-    given = TensorType(dtype, (out, size))
-    return op.node(ONNX, "Resize", (unit, roi, scales, wanted), how, types=[given]).outputs[0]
+    output_sizes = op.sizes([out]) if scales is None else None
+    inputs, matrix_type = (identity, roi, scales, output_sizes), TensorType(dtype, (out, size))
+    return op.node(ONNX, "Resize", inputs, attributes, types=[matrix_type]).outputs[0]
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    shape = _original(n)
+    shape = _original_shape(n)
     dtype = accumulation_dtype(dtype_of(n.dy))
     dx, rank = cast(op, n.dy, dtype), len(shape)
-    for change in _resized(n, shape):
+    for change in _resized_axes(n, shape):
         axis = change.axis
-        matrix = _matrix(op, n, change, shape[axis], sizes.dims_of(n.dy)[axis], dtype)
+        matrix = _weight_matrix(op, n, change, shape[axis], sizes.dims_of(n.dy)[axis], dtype)
         swap = list(range(rank))
         swap[axis], swap[-1] = swap[-1], swap[axis]
         dx = op.Transpose(op.MatMul(op.Transpose(dx, perm=swap), matrix), perm=swap)
@@ -348,8 +366,8 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
-    how = {name: getattr(n, name) for name in _ATTRIBUTES}
-    dx = op.ms.ResizeGrad(dy, op.shape_of(n.x), n.roi, n.scales, n.sizes, **how)
+    attributes = {name: getattr(n, name) for name in _ATTRIBUTES}
+    dx = op.ms.ResizeGrad(dy, op.shape_of(n.x), n.roi, n.scales, n.sizes, **attributes)
     return [dx, None, None, None][: len(n.node.inputs)]
 
 
@@ -376,7 +394,7 @@ define_fused(
     ("dy", "shape", "roi?", "scales?", "sizes?"),
     ("dx",),
     attributes=_ATTRIBUTES,
-    shapes=lambda n: (TensorType(dtype_of(n.dy), _original(n)),),
+    shapes=lambda n: (TensorType(dtype_of(n.dy), _original_shape(n)),),
     body=_grad_body,
     lower=_lower_grad,
     atomic_on_gpu=True,
