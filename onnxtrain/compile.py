@@ -17,7 +17,7 @@ import torch
 from onnxtrain.autodiff import Joint
 from onnxtrain.capture.capture import Captured
 from onnxtrain.capture.internal_errors import internal_errors_as
-from onnxtrain.capture.refusals import one_device
+from onnxtrain.capture.refusals import common_device
 from onnxtrain.errors import CompileError
 from onnxtrain.execute.boundary import Unit
 from onnxtrain.execute.compiled import Compiled, runner, runner_by_sizes
@@ -56,7 +56,7 @@ def compile_module(
         ORTModuleFallbackException: the module cannot be differentiated, or onnxtrain has a bug.
         GraphError: a user's graph optimizer left a malformed graph.
     """
-    name, device = type(module).__name__, one_device(inputs)
+    name, device = type(module).__name__, common_device(inputs)
     wrt = tuple(torch.is_grad_enabled() and t.requires_grad for t in inputs)
     mode: Mode = "training" if module.training and torch.is_grad_enabled() else "inference"
     work = WorkCounter(inputs, device) if "work" in options.statistics else None
@@ -67,7 +67,7 @@ def compile_module(
         # capture
         model = stages.record("capture", captured.model, took_ms=captured.took_ms)
         annotate_kernels(model.graph, options, device)
-        stages.count_unoptimized(lambda: unoptimized_joint(model, wrt, captured.results))
+        stages.count_unoptimized(lambda: unoptimized_joint(model, wrt, captured.result_count))
 
         # optimize
         first, then = forward_passes_around_packing(options)
@@ -79,8 +79,8 @@ def compile_module(
         mutated = [mutation.target for mutation in captured.mutations]
         builder = UnitBuilder(
             captured,
-            Differentiation(model, wrt, captured.results, mutated, joint_passes(options)),
-            input_views(model, captured.results),
+            Differentiation(model, wrt, captured.result_count, mutated, joint_passes(options)),
+            input_views(model, captured.result_count),
             device,
             options,
             ChannelsLast() if channels_last.is_profitable(model.graph, inputs) else None,

@@ -1,9 +1,9 @@
-"""Captures a module: torch.export on fake tensors, then our own conversion to ONNX.
+"""Capture a module as an ONNX graph: torch.export on fake tensors, then a conversion of its ATen graph.
 
     module(*args, **kwargs) ─flatten─> wrapper(*tensors) ─torch.export─> ATen ─functionalize─> ATen ─convert─> ONNX
 
-Runs inside the caller's autocast, because the casts become explicit only if functionalization sees it. no_grad regions
-are marked before functionalization, which drops them. The module is left as it was.
+A capture runs under the caller's autocast state, because functionalization makes autocast's casts explicit only if it
+sees that state. no_grad regions are marked before functionalization, which drops them. The module is left unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.capture.export.tracing_shortcuts import cheap_tracing
-from onnxtrain.capture.four_bit_weights import four_bit_weights
+from onnxtrain.capture.four_bit_weights import plain_four_bit_weights
 from onnxtrain.capture.functionalize.composite_operators import (
     buffer_copies_kept,
     composite_parts,
@@ -51,7 +51,7 @@ from onnxtrain.capture.functionalize.views import mark_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
 from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
 from onnxtrain.capture.guards.guards import Guards, compile_guards
-from onnxtrain.capture.guards.size_decisions import Decisions, Example, attempts
+from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.key import attribute_reads
 from onnxtrain.capture.refusals import refuse_outside_tensor
@@ -70,15 +70,15 @@ from onnxtrain.torch_compat.modes import autocast_disabled
 from onnxtrain.torch_compat.tracing import copies_without_bases, unread_samples_kept
 
 _PREFIX = "module."
-Run: TypeAlias = Callable[..., Any]
+ForwardCall: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a graph input comes from: "input" number `index`, or the "parameter", "buffer" or "attribute" `name`.
+    """The origin of a graph input: "input" number `index`, or the "parameter", "buffer" or "attribute" `name`.
 
-    A "part" is a tensor that a parameter holds: `name` goes on from the parameter's. One from "outside" is in a
-    container, in another object or among the globals: `name` is that of its `Place`.
+    A "part" is a tensor that a parameter holds: its `name` extends the parameter's. An "outside" tensor is in a
+    container, in another object or among the globals: its `name` is the path of its `Reference`.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A graph output that is written back into graph input number `target`."""
+    """A mutation by forward: graph output number `output` is written back into graph input number `target`."""
 
     output: int
     target: int
@@ -100,23 +100,23 @@ class Captured:
 
     Attributes:
         model: the forward graph. Its outputs are the user's tensors, then the values of mutations.
-        sources: where each graph input comes from.
-        results: how many of the outputs are the user's tensors.
+        sources: the origin of each graph input.
+        result_count: the number of outputs that are the user's tensors.
         mutations: buffers and inputs that forward changes in place.
         sizes: sizes that forward returns as ints, as expressions over the inputs' sizes.
-        output: how the user's output is rebuilt from tensors and sizes.
-        guards: the conditions on input sizes under which the graph is right.
-        reads: the attributes of modules that forward read.
-        constants: tensors from outside the graph whose elements it holds.
-        took_ms: how long the capture took.
-        kept: which of forward's tensors are results; None: all of them.
-        stored: the name of the capture on disk that this is; "" where it is on none.
-        written_views: results that are views of what `mutations` change.
+        output: how to rebuild the user's output from tensors and sizes.
+        guards: the conditions on input sizes and elements under which the graph is valid.
+        reads: the module attributes that forward read: the id of the module, and the attribute's name.
+        constants: tensors from outside the graph whose values are embedded in it.
+        took_ms: the duration of the capture.
+        kept_results: the indices of forward's output tensors that the option keep_outputs keeps; None: all.
+        stored_name: the name of the stored capture that this one was loaded from or saved as; "" if there is none.
+        written_views: results that are views of tensors that `mutations` change.
     """
 
     model: ir.Model
     sources: tuple[Source, ...]
-    results: int
+    result_count: int
     mutations: tuple[Mutation, ...]
     sizes: tuple[Size, ...]
     output: OutputStructure
@@ -124,19 +124,19 @@ class Captured:
     reads: frozenset[tuple[int, str]] = frozenset()
     constants: tuple[torch.Tensor, ...] = ()
     took_ms: float = 0.0
-    kept: tuple[int, ...] | None = None
-    stored: str = ""
+    kept_results: tuple[int, ...] | None = None
+    stored_name: str = ""
     written_views: tuple[WrittenView, ...] = ()
 
 
-class _Found:
-    """Carries the output's structure out of the export, which undoes assignments to a module's attributes."""
+class _OutputHolder:
+    """Carries the output's structure out of torch.export, which undoes assignments to a module's attributes."""
 
-    output: OutputStructure
+    structure: OutputStructure
 
 
 class _Wrapper(torch.nn.Module):
-    """The user's module on a flat list of tensors."""
+    """The user's module as a function of a flat list of tensors."""
 
     elements: ElementDecisions
 
@@ -144,117 +144,119 @@ class _Wrapper(torch.nn.Module):
         self,
         module: torch.nn.Module,
         structure: Structure,
-        watch: SideEffects,
-        run: Run | None,
+        side_effects: SideEffects,
+        call_forward: ForwardCall | None,
         elements: ElementDecisions,
     ) -> None:
         super().__init__()
+        # Not through Module.__setattr__, which would register the module a second time.
         self.__dict__["elements"] = elements
-        self.__dict__["_watch"] = watch
-        self.__dict__["_run"] = run or module
+        self.__dict__["_side_effects"] = side_effects
+        self.__dict__["_call_forward"] = call_forward or module
         self.fakes = FakesMade()
         self.module = module
         self.structure = structure
-        self.found = _Found()
+        self.output = _OutputHolder()
 
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
-        watch: SideEffects = self.__dict__["_watch"]
+        side_effects: SideEffects = self.__dict__["_side_effects"]
         args, kwargs = self.structure.unflatten(tensors)
-        watch.begin()
+        side_effects.begin()
         buffers = AssignedBuffers(self.module)
         layouts = Layouts(self.module, tensors)
         self.fakes.begin()
         try:
-            with self.elements.asked():
-                leaves, output = flatten_output(self.__dict__["_run"](*args, **kwargs))
+            with self.elements.answering():
+                leaves, self.output.structure = flatten_output(self.__dict__["_call_forward"](*args, **kwargs))
         except UndecidedError as decision:
             return [decision.tensor]
-        self.found.output = output
         if not leaves and not tensors:
             raise ORTModuleIOError(
-                "the arguments and results hold no tensor, and a graph computes with tensors",
+                "neither the arguments nor the results of forward contain a tensor, and a graph computes with tensors",
                 where=type(self.module).__name__,
-                todo="the module runs in PyTorch; call it as it is",
+                expected="at least one tensor among the arguments or results",
+                todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",
             )
-        watch.check()
+        side_effects.check()
         layouts.check()
         buffers.write()
         changed = self.structure.changed(args, kwargs, tensors)
         if changed:
             raise ChangedArgumentError(
-                "forward changes a container among its arguments, which a graph would not repeat",
+                "forward changes a container among its arguments, which a graph cannot replay",
                 where=type(self.module).__name__,
                 got=changed,
                 todo="the module runs in PyTorch; let forward copy the container before it changes it",
             )
         del args, kwargs
         self.fakes.note([*leaves, *tensors])
-        found: list[Any] = leaves
-        return found
+        results: list[Any] = leaves
+        return results
 
 
 def capture(
     module: torch.nn.Module,
     structure: Structure,
     tensors: Sequence[torch.Tensor],
-    watch: SideEffects,
+    side_effects: SideEffects,
     suggested: Sequence[Example] = (),
-    run: Run | None = None,
+    call_forward: ForwardCall | None = None,
     fixed_sizes: Collection[int] = (),
     outside_is_input: bool = False,
 ) -> Captured:
-    """Captures `module` for inputs of this structure.
+    """Capture `module` for inputs of this structure.
 
     Args:
-        module: the user's module; training mode, autocast and grad mode are taken as they are now.
+        module: the user's module, captured in its current training mode, autocast state and grad mode.
         structure: how the call's tensors and constants make up its arguments.
         tensors: the call's tensors, as examples.
-        watch: finds what forward does to the module besides computing.
+        side_effects: detects what forward does to the module besides computing.
         suggested: example sizes that earlier captures suggest (`Guards.suggestion`).
-        run: runs `module`, if its call is to be left out.
-        fixed_sizes: the numbers of the tensors whose sizes are not open.
-        outside_is_input: whether tensors that forward finds outside of the module are inputs; if not, constants.
+        call_forward: called in place of `module`, for example to skip the module's own hooks.
+        fixed_sizes: the indices of the tensors whose dimensions are all static.
+        outside_is_input: whether tensors that forward reads from outside the module become graph inputs; otherwise
+            they become constants.
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
     """
     refuse_if_lacking()
     start = time.perf_counter()
-    wrap = partial(_Wrapper, module, structure, watch, run)
-    captured = _nearest(wrap, tensors, suggested, fixed_sizes, outside_is_input)
+    wrap = partial(_Wrapper, module, structure, side_effects, call_forward)
+    captured = _first_valid_capture(wrap, tensors, suggested, fixed_sizes, outside_is_input)
     return replace(captured, took_ms=(time.perf_counter() - start) * 1e3)
 
 
-def _nearest(
+def _first_valid_capture(
     wrap: Callable[[ElementDecisions], _Wrapper],
     tensors: Sequence[torch.Tensor],
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
     outside_is_input: bool,
 ) -> Captured:
-    """The first capture that is right for the call, of those with example sizes that keep more sizes open."""
-    *guesses, real = attempts(tensors, suggested, fixed_sizes)
+    """Try example sizes, those that keep most dimensions dynamic first, until a capture is valid for the call."""
+    *guesses, real = example_candidates(tensors, suggested, fixed_sizes)
     for example in guesses:
         try:
-            decisions = Decisions(tensors, example, fixed_sizes)
+            decisions = SizeDecisions(tensors, example, fixed_sizes)
             captured = _capture(wrap(ElementDecisions(tensors)), decisions, outside_is_input)
         except SideEffectError:
             raise
         except CaptureError:
-            continue  # forward does not take this example: the next one is nearer to the call
+            continue  # forward rejects these sizes: the next example is closer to the call's
         if captured.guards(tensors):
             return captured
-    return _capture(wrap(ElementDecisions(tensors)), Decisions(tensors, real, fixed_sizes), outside_is_input)
+    return _capture(wrap(ElementDecisions(tensors)), SizeDecisions(tensors, real, fixed_sizes), outside_is_input)
 
 
-def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) -> Captured:
+def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool) -> Captured:
     module, structure = wrapper.module, wrapper.structure
     outside = OutsideTensors()
-    with capturing(), left_alone(module), four_bit_weights(module) as parts:
+    with capturing(), left_alone(module), plain_four_bit_weights(module) as parts:
         with attribute_reads() as reads, outside.noted():
             program = _export(wrapper, decisions)
-            while wrapper.elements.is_open:
-                wrapper.elements.settle(program)
+            while wrapper.elements.is_undecided:
+                wrapper.elements.decide(program)
                 program = _export(wrapper, decisions)
         wrapper.fakes.check(module)
         with _internal_errors(module):
@@ -262,18 +264,20 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
             draw_in_memory_order(program)
             mark_views(program)
             keep_gradients_out(program)
-            plain = make_convertible(program)
-        traced = None if plain else program
-        if not plain:
+            needs_no_retracing = make_convertible(program)
+        traced = None if needs_no_retracing else program
+        if not needs_no_retracing:
             program = _functionalize(program)
     with _internal_errors(module):
         converted = convert(program, type(module).__name__)
-        names = _names(module, structure)
-        guards = compile_guards(program, names, decisions, traced, wrapper.elements.made)
+        names = _input_names(module, structure)
+        answered = wrapper.elements.answered
+        guards = compile_guards(program, names, decisions, traced, answered)
         if outside_is_input:
-            outside.find(module, reads, decisions.examples, (t for made in wrapper.elements.made for t in made.lifted))
-        sources = _sources(program, module, len(names), parts, outside)
-        captured = _assemble(program, sources, converted.model, converted.outputs, wrapper.found.output, names, guards)
+            outside.find(module, reads, decisions.examples, (t for decision in answered for t in decision.lifted))
+        origins = _input_origins(program, module, len(names), parts, outside)
+        output = wrapper.output.structure
+        captured = _assemble(program, origins, converted.model, converted.outputs, output, names, guards)
         if traced is not None:
             targets = [mutation.target for mutation in captured.mutations]
             views = written_views(traced, program, targets, captured.model.graph.inputs)
@@ -282,11 +286,12 @@ def _capture(wrapper: _Wrapper, decisions: Decisions, outside_is_input: bool) ->
 
 
 def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:
-    return internal_errors_as(CaptureError, f"the exported graph of {type(module).__name__} is not understood")
+    problem = f"onnxtrain failed to convert the exported graph of {type(module).__name__}"
+    return internal_errors_as(CaptureError, problem)
 
 
-def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
-    # An open size of 0 or 1 would be fixed as well, with a message.
+def _export(wrapper: _Wrapper, decisions: SizeDecisions) -> ExportedProgram:
+    # torch.export would make a dynamic dimension of size 0 or 1 static, too, and say so.
     dims = tuple(
         {d: Dim.STATIC if i in decisions.fixed or size < 2 else Dim.AUTO for d, size in enumerate(t.shape)}
         for i, t in enumerate(decisions.examples)
@@ -294,7 +299,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
     try:
         with (
             OutsideChanges(),
-            decisions.noted(),
+            decisions.recording(),
             cheap_tracing(),
             shape_shortcuts(),
             wrapper.fakes.noted(),
@@ -308,7 +313,7 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
         return program
     except OnnxTrainError:
         raise
-    except Exception as error:  # anything that the user's forward or export raises
+    except Exception as error:  # forward and torch.export may raise anything
         raise CaptureError(
             f"forward of {type(wrapper.module).__name__} cannot be captured: {summary(error)}",
             where=source_line.in_error(error),
@@ -317,23 +322,23 @@ def _export(wrapper: _Wrapper, decisions: Decisions) -> ExportedProgram:
 
 
 def _to_do(error: BaseException) -> str:
-    """How forward becomes one that can be captured."""
+    """Say how the user can make forward capturable."""
     text = str(error)
-    if isinstance(error, _DECIDED_BY_ELEMENTS):
-        return "avoid Python decisions that depend on tensor elements"
+    if isinstance(error, _DATA_DEPENDENT_ERRORS):
+        return "avoid Python control flow that depends on tensor values, for example with torch.where"
     if isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in text:
-        found = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", None) or text))
-        name = found[0].replace(".", "::") if found else "namespace::operator"
-        return f'say what shapes the operator gives: torch.library.register_fake("{name}")'
-    return "a graph takes PyTorch's operators, and Python that reads no elements of tensors"
+        match = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", None) or text))
+        name = match[0].replace(".", "::") if match else "namespace::operator"
+        return f'register a meta function for the operator: torch.library.register_fake("{name}")'
+    return "a capture supports PyTorch's operators, and Python code that reads no tensor values"
 
 
-_DECIDED_BY_ELEMENTS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+_DATA_DEPENDENT_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
-# PyTorch's reference functions for these losses take other arguments than the operators, and would be used anyway:
-# cross_entropy with reduction="none" would get the shape ().
-_WRONG_REFERENCES = (
+# PyTorch's reference functions for these losses take other arguments than the operators, and tracing would call them
+# all the same: cross_entropy with reduction="none" would get the shape ().
+_MISMATCHED_REFERENCES = (
     torch.ops.aten.nll_loss.default,
     torch.ops.aten.hinge_embedding_loss.default,
     torch.ops.aten.margin_ranking_loss.default,
@@ -341,10 +346,10 @@ _WRONG_REFERENCES = (
 
 
 def _functionalize(program: ExportedProgram) -> ExportedProgram:
-    """Functional ATen; composite operators that have a definition stay single nodes."""
+    """Functionalize the export; keep composite operators that have a definition as single nodes."""
     try:
         with (
-            without_reference_functions(_WRONG_REFERENCES),
+            without_reference_functions(_MISMATCHED_REFERENCES),
             copies_without_bases(),
             buffer_copies_kept(),
             unread_samples_kept(),
@@ -359,16 +364,18 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
         return without_effect_tokens(functional)
     except Exception as error:  # PyTorch's tracing raises anything
         raise CaptureError(
-            f"the exported graph cannot be made functional: {summary(error)}", where=source_line.in_error(error)
+            f"PyTorch failed to functionalize the exported graph: {summary(error)}",
+            where=source_line.in_error(error),
+            todo="the module runs in PyTorch",
         ) from error
 
 
-# From the export's signature to ours
+# From the signature of torch.export to that of the graph
 
 
 def _assemble(
     program: ExportedProgram,
-    found: _Sources,
+    origins: _InputOrigins,
     model: ir.Model,
     outputs: list[Any],
     structure: OutputStructure,
@@ -376,14 +383,12 @@ def _assemble(
     guards: Guards,
 ) -> Captured:
     graph = model.graph
-    sources, constants, numbers = found
-    kept_inputs = [v for v, s in zip(graph.inputs, sources, strict=True) if s is not None]
-    lifted = constants(list(graph.inputs))
-    for value, tensor in lifted:
+    kept_inputs = [v for v, s in zip(graph.inputs, origins.sources, strict=True) if s is not None]
+    for value, tensor in [(graph.inputs[position], tensor) for position, tensor in origins.lifted]:
         _make_constant(graph, value, tensor)
     graph.inputs.clear()
     graph.inputs.extend(kept_inputs)
-    kept_sources = tuple(s for s in sources if s is not None)
+    sources = tuple(s for s in origins.sources if s is not None)
 
     results: list[ir.Value] = []
     sizes_out: list[Size] = []
@@ -398,76 +403,96 @@ def _assemble(
             mutated.append((value, str(spec.target)))
         else:
             raise ChangedParameterError(
-                "forward changes a parameter or an object that a graph cannot hold",
+                "forward changes a parameter or an object that a graph cannot represent",
                 where=str(spec.target or spec.arg),
                 got=spec.kind.name,
                 todo="the module runs in PyTorch; change parameters outside forward",
             )
-    places = {_key(s, numbers): i for i, s in enumerate(kept_sources)}
-    mutations = tuple(Mutation(len(results) + i, places[target]) for i, (_, target) in enumerate(mutated))
+    positions = {_target_name(s, origins.call_inputs): i for i, s in enumerate(sources)}
+    mutations = tuple(Mutation(len(results) + i, positions[target]) for i, (_, target) in enumerate(mutated))
     graph.outputs.clear()
     graph.outputs.extend([*results, *(v for v, _ in mutated)])
-    _name_inputs(graph, kept_sources, names)
-    held = tuple(tensor for _, tensor in lifted)
-    return Captured(model, kept_sources, len(results), mutations, tuple(sizes_out), structure, guards, constants=held)
+    _name_inputs(graph, sources, names)
+    constants = tuple(tensor for _, tensor in origins.lifted)
+    return Captured(model, sources, len(results), mutations, tuple(sizes_out), structure, guards, constants=constants)
 
 
-def _key(source: Source, numbers: dict[str, int]) -> str:
-    """What an output spec calls this input when it is mutated."""
+def _target_name(source: Source, call_inputs: dict[str, int]) -> str:
+    """Return the name by which an output spec refers to this input when forward mutates it."""
     if source.kind == "input":
-        return next(name for name, index in numbers.items() if index == source.index)
+        return next(name for name, index in call_inputs.items() if index == source.index)
     return _PREFIX + source.name
 
 
-# Where each placeholder comes from; None for a lifted constant, whose tensor the second part gives; and the numbers of
-# the call's tensors.
-_Sources: TypeAlias = tuple[
-    list[Source | None], Callable[[list[ir.Value]], list[tuple[ir.Value, torch.Tensor]]], dict[str, int]
-]
+@dataclass(frozen=True)
+class _InputOrigins:
+    """The origins of an export's placeholders.
+
+    Attributes:
+        sources: for each placeholder; None for a lifted constant.
+        lifted: the positions of the lifted constants among the placeholders, each with its tensor.
+        call_inputs: the indices of the call's tensors, by the names of their placeholders.
+    """
+
+    sources: list[Source | None]
+    lifted: list[tuple[int, torch.Tensor]]
+    call_inputs: dict[str, int]
 
 
-def _sources(
+def _input_origins(
     program: ExportedProgram,
     module: torch.nn.Module,
-    user_inputs: int,
+    call_tensors: int,
     parts: Mapping[str, str],
     outside: OutsideTensors,
-) -> _Sources:
-    """Where the placeholders come from.
+) -> _InputOrigins:
+    """Find the origins of the placeholders.
 
     Args:
         program: the export.
         module: the user's module.
-        user_inputs: how many tensors the call has.
-        parts: names what parameters hold, by its names in the export.
-        outside: the tensors that are none of the module's parameters and buffers.
+        call_tensors: the number of tensors in the call.
+        parts: the names of tensors that parameters hold, by their names in the export.
+        outside: the tensors that forward read from outside the module's parameters and buffers.
     """
-    found: list[Source | None] = []
+    sources: list[Source | None] = []
     lifted: list[tuple[int, torch.Tensor]] = []
-    numbers: dict[str, int] = {}
+    call_inputs: dict[str, int] = {}
     kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
     for position, spec in enumerate(program.graph_signature.input_specs):
         target = str(spec.target or "")
         if target.removeprefix(_PREFIX) in parts:
-            found.append(Source("part", parts[target.removeprefix(_PREFIX)]))
+            sources.append(Source("part", parts[target.removeprefix(_PREFIX)]))
         elif spec.kind in kinds:
-            found.append(Source(kinds[spec.kind], target.removeprefix(_PREFIX)))
+            sources.append(Source(kinds[spec.kind], target.removeprefix(_PREFIX)))
         elif spec.kind == InputKind.USER_INPUT:
-            numbers[spec.arg.name] = len(numbers)
-            found.append(Source("input", index=len(numbers) - 1))
+            call_inputs[spec.arg.name] = len(call_inputs)
+            sources.append(Source("input", index=len(call_inputs) - 1))
         elif spec.kind == InputKind.CONSTANT_TENSOR:
-            found.append(_of_constant(module, target, program.constants[target], outside))
-            if found[-1] is None:
+            sources.append(_constant_source(module, target, program.constants[target], outside))
+            if sources[-1] is None:
                 lifted.append((position, program.constants[target]))
         else:
-            raise CaptureError(f"forward uses {spec.arg} of kind {spec.kind.name}, which the graph cannot hold")
-    if len(numbers) != user_inputs:
-        raise CaptureError(f"the export has {len(numbers)} inputs, the call {user_inputs}")
-    return found, lambda inputs: [(inputs[p], t) for p, t in lifted], numbers
+            raise CaptureError(
+                "forward uses an object that a graph cannot represent",
+                expected="parameters, buffers, arguments and tensor constants",
+                got=f"{spec.arg} of kind {spec.kind.name}",
+                todo="the module runs in PyTorch; compute with tensors instead",
+            )
+    if len(call_inputs) != call_tensors:
+        raise CaptureError(
+            "torch.export changed the number of input tensors",
+            expected=f"{call_tensors}, as in the call",
+            got=len(call_inputs),
+            todo="the module runs in PyTorch; this is a bug of onnxtrain: please report it with the module",
+        )
+    return _InputOrigins(sources, lifted, call_inputs)
 
 
-def _of_constant(module: torch.nn.Module, target: str, tensor: torch.Tensor, outside: OutsideTensors) -> Source | None:
-    """Where a constant of the export comes from; None for one that it can only be."""
+def _constant_source(
+    module: torch.nn.Module, target: str, tensor: torch.Tensor, outside: OutsideTensors
+) -> Source | None:
+    """Return the origin of a constant of the export; None if the graph has to embed it."""
     if _is_attribute(module, target) and not outside.is_held(tensor):
         return Source("attribute", target.removeprefix(_PREFIX))
     refuse_outside_tensor(tensor)
@@ -476,15 +501,15 @@ def _of_constant(module: torch.nn.Module, target: str, tensor: torch.Tensor, out
 
 
 def _is_attribute(module: torch.nn.Module, target: str) -> bool:
-    """Whether a constant of the export is a tensor attribute of the user's module, and no literal of its forward."""
-    found: Any = module
+    """Whether a constant of the export is a tensor attribute of the user's module, and not a literal in forward."""
+    holder: Any = module
     for name in target.removeprefix(_PREFIX).split("."):
-        found = getattr(found, name, None)
-    return target.startswith(_PREFIX) and isinstance(found, torch.Tensor)
+        holder = getattr(holder, name, None)
+    return target.startswith(_PREFIX) and isinstance(holder, torch.Tensor)
 
 
 def _make_constant(graph: ir.Graph, value: ir.Value, tensor: torch.Tensor) -> None:
-    """Turns a placeholder into an initializer that holds `tensor`."""
+    """Turn a placeholder into an initializer that holds `tensor`."""
     data = tensor.detach().cpu().contiguous()
     assert value.dtype is not None
     array = data.float().numpy().astype(value.dtype.numpy()) if data.dtype == torch.bfloat16 else data.numpy()
@@ -494,27 +519,27 @@ def _make_constant(graph: ir.Graph, value: ir.Value, tensor: torch.Tensor) -> No
     graph.register_initializer(value)
 
 
-def _names(module: torch.nn.Module, structure: Structure) -> list[str]:
-    """A name for each tensor of the call: what forward calls the argument that it is in."""
+def _input_names(module: torch.nn.Module, structure: Structure) -> list[str]:
+    """Name each tensor of the call after the parameter of forward that receives it."""
     positional = [
         name
         for name, parameter in inspect.signature(module.forward).parameters.items()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    found: list[str] = []
+    names: list[str] = []
     for name in structure.names:
-        place = re.match(r"args_(\d+)", name)
-        if place and int(place[1]) < len(positional):
-            name = positional[int(place[1])] + name[place.end() :]
-        found.append(name if name not in found else f"{name}_{len(found)}")
-    return found
+        match = re.match(r"args_(\d+)", name)
+        if match and int(match[1]) < len(positional):
+            name = positional[int(match[1])] + name[match.end() :]
+        names.append(name if name not in names else f"{name}_{len(names)}")
+    return names
 
 
 def _name_inputs(graph: ir.Graph, sources: Sequence[Source], names: Sequence[str]) -> None:
-    """Parameters and buffers carry their names in the module, the call's tensors their names in the call."""
-    taken = {v.name for n in graph for v in n.outputs} | set(graph.initializers)
+    """Name parameters and buffers as the module does, and the call's tensors as in `names`."""
+    used_names = {v.name for n in graph for v in n.outputs} | set(graph.initializers)
     for value, source in zip(graph.inputs, sources, strict=True):
         name = source.name or names[source.index]
-        if name not in taken:
+        if name not in used_names:
             value.name = name
-            taken.add(name)
+            used_names.add(name)

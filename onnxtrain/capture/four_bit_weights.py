@@ -1,12 +1,12 @@
-"""Weights that bitsandbytes keeps in 4 bits, while a module is captured.
+"""Make the 4-bit weights of bitsandbytes visible to torch.export.
 
-A `Params4bit` holds what it is quantized with in a Python object, `weight.quant_state`, which PyTorch's export does not
-see: its tensors would become constants. For the time of an export the weight is a plain parameter and those tensors
-are parameters beside it, so that the graph has them as inputs, under names like `layer.weight.quant_state.absmax`. A
-product with such a weight (`MatMul4Bit`) becomes the operator that bitsandbytes itself runs for it, and so one
-MatMulBnb4.
+A `Params4bit` keeps its quantization state (scales, code table) in a Python object, `weight.quant_state`, which
+torch.export does not see: its tensors would become constants. During an export the weight is a plain parameter and
+those tensors are parameters of the same module, so that they are graph inputs, with names such as
+`layer.weight.quant_state.absmax`. A matmul with such a weight (`MatMul4Bit`) becomes the operator that bitsandbytes
+itself runs for it, and so one MatMulBnb4.
 
-Nothing here imports bitsandbytes: whoever has such a weight has imported it.
+This file does not import bitsandbytes: a program with such a weight has imported it.
 """
 
 from __future__ import annotations
@@ -24,73 +24,73 @@ import torch
 from onnxtrain.errors import CaptureError, QuantizationError
 from onnxtrain.ops.quantization.four_bit_matmul import NESTED_BLOCK
 
-_HOME = "bitsandbytes.nn.modules"
-_RESTORE = "fix_4bit_weight_quant_state_from_module"  # which each forward of bitsandbytes calls first
+_BNB_MODULES = "bitsandbytes.nn.modules"
+_RESTORE = "fix_4bit_weight_quant_state_from_module"  # every forward of bitsandbytes calls it first
 _STATE = "quant_state"
-_PLAIN = ("absmax",)
-_NESTED = ("absmax", "offset", "state2.absmax", "state2.code")  # where the scales are quantized themselves
+_SINGLE_QUANTIZED = ("absmax",)
+_DOUBLE_QUANTIZED = ("absmax", "offset", "state2.absmax", "state2.code")  # the scales are quantized, too
 
 
 def is_four_bit(tensor: torch.Tensor) -> bool:
     """Whether a parameter is bitsandbytes' Params4bit."""
-    return any(kind.__name__ == "Params4bit" and kind.__module__ == _HOME for kind in type(tensor).__mro__)
+    return any(kind.__name__ == "Params4bit" and kind.__module__ == _BNB_MODULES for kind in type(tensor).__mro__)
 
 
-def quantization(weight: torch.Tensor) -> Any:
-    """The object that holds what a 4-bit weight is quantized with; None for any other tensor, or where it is lost."""
+def quantization_state(weight: torch.Tensor) -> Any:
+    """Return the quantization state of a 4-bit weight; None if it is lost, and for any other tensor."""
     return getattr(weight, _STATE, None) if is_four_bit(weight) else None
 
 
-def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that a 4-bit weight is quantized with, by the way to each from the weight; none for other tensors."""
-    state = quantization(weight)
+def state_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of a 4-bit weight's quantization state, by their attribute paths from the weight."""
+    state = quantization_state(weight)
     if state is None:
         return {}
-    names = _NESTED if state.state2 is not None else _PLAIN
-    return {f"{_STATE}.{name}": _found(state, name) for name in names}
+    paths = _DOUBLE_QUANTIZED if state.state2 is not None else _SINGLE_QUANTIZED
+    return {f"{_STATE}.{path}": _state_tensor(state, path) for path in paths}
 
 
-def _found(state: Any, name: str) -> Any:
-    for step in name.split("."):
-        state = getattr(state, step, None)
+def _state_tensor(state: Any, path: str) -> Any:
+    for attribute in path.split("."):
+        state = getattr(state, attribute, None)
     return state
 
 
-# Before the capture
+# Checks before the capture
 
 
 def refuse_four_bit(module: torch.nn.Module) -> None:
-    """Raises where a 4-bit weight is not whole, or lies in memory as a graph does not read it.
+    """Refuse 4-bit weights that are incomplete, or stored in a layout that MatMulBnb4 does not read.
 
     Raises:
-        QuantizationError: what a weight is quantized with is missing.
-        CaptureError: the weight is in another layout.
+        QuantizationError: a part of a quantization state is missing.
+        CaptureError: the layout is not supported.
     """
-    for weight in _weights(module):
+    for weight in _four_bit_weights_of(module):
         _refuse_incomplete(weight)
         state = weight.state
         if getattr(state, "packing_format_for_cpu", False):
             raise CaptureError(
-                "a 4-bit weight is packed for inference on a CPU, which bitsandbytes did when the layer was called in "
+                "a 4-bit weight is packed for inference on a CPU, as bitsandbytes does when a layer is called in "
                 "eval mode",
-                where=weight.where,
+                where=weight.path,
                 todo="the module runs in PyTorch; wrap the module before it is called in eval mode, or load it again",
             )
         if weight.parameter.dtype != torch.uint8:
             raise CaptureError(
-                "a 4-bit weight is stored as another element type",
-                where=weight.where,
+                "a 4-bit weight is stored in an unsupported dtype",
+                where=weight.path,
                 expected="torch.uint8",
                 got=weight.parameter.dtype,
                 todo="the module runs in PyTorch; quantize with quant_storage=torch.uint8",
             )
         if state.state2 is not None and state.state2.blocksize != NESTED_BLOCK:
             raise CaptureError(
-                "the scales of a 4-bit weight are quantized by blocks of another size",
-                where=weight.where,
+                "the scales of a double-quantized 4-bit weight have an unsupported block size",
+                where=weight.path,
                 expected=NESTED_BLOCK,
                 got=state.state2.blocksize,
-                todo="the module runs in PyTorch; quantize with bitsandbytes' own block size",
+                todo="the module runs in PyTorch; quantize with bitsandbytes' default block size",
             )
 
 
@@ -98,50 +98,49 @@ def _refuse_incomplete(weight: _Weight) -> None:
     state = weight.state
     if state is None:
         raise QuantizationError(
-            "a 4-bit weight has no quantization state: without its scales it means nothing",
-            where=weight.where,
+            "a 4-bit weight has no quantization state, and cannot be dequantized without its scales",
+            where=weight.path,
             expected=f"{_STATE} with absmax, shape, blocksize and quant_type",
             got="none",
             todo="quantize the layer (move it to its device: layer.to(device)), or load the checkpoint with its "
-            f"{weight.where}.absmax and {weight.where}.quant_state__… entries",
+            f"{weight.path}.absmax and {weight.path}.quant_state__… entries",
         )
-    nested = state.state2 is not None or (state.absmax is not None and state.absmax.dtype == torch.uint8)
-    names = _NESTED if nested else _PLAIN
-    missing = [name for name in names if not isinstance(_found(state, name), torch.Tensor)]
+    is_double = state.state2 is not None or (state.absmax is not None and state.absmax.dtype == torch.uint8)
+    paths = _DOUBLE_QUANTIZED if is_double else _SINGLE_QUANTIZED
+    missing = [path for path in paths if not isinstance(_state_tensor(state, path), torch.Tensor)]
     if missing:
-        what = "double-quantized 4-bit weight lacks what its scales" if nested else "4-bit weight lacks what it"
         raise QuantizationError(
-            f"a {what} {'are' if nested else 'is'} quantized with",
-            where=weight.where,
-            expected=", ".join(f"{_STATE}.{name}" for name in names),
-            got=f"no {', '.join(f'{_STATE}.{name}' for name in missing)}",
-            todo="load the weight with its whole quantization state (nested_absmax, nested_quant_map and nested_offset "
-            "in a checkpoint of bitsandbytes), or quantize the layer again",
+            f"a {'double-quantized ' if is_double else ''}4-bit weight has an incomplete quantization state",
+            where=weight.path,
+            expected=", ".join(f"{_STATE}.{path}" for path in paths),
+            got=f"no {', '.join(f'{_STATE}.{path}' for path in missing)}",
+            todo="load the weight with its complete quantization state (nested_absmax, nested_quant_map and "
+            "nested_offset in a checkpoint of bitsandbytes), or quantize the layer again",
         )
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A 4-bit weight: parameter `name` of `module`, which stands at `where` in the whole."""
+    """A 4-bit weight: parameter `name` of `module`; `path` is its qualified name in the captured module."""
 
     module: torch.nn.Module
     name: str
-    where: str
+    path: str
 
     @property
     def parameter(self) -> torch.Tensor:
-        found = self.module._parameters[self.name]
-        assert found is not None
-        return found
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        return parameter
 
     @property
     def state(self) -> Any:
-        """From the weight, or from its module, where bitsandbytes looks if the weight has lost it."""
-        found = quantization(self.parameter)
-        return found if found is not None else getattr(self.module, _STATE, None)
+        """The quantization state of the weight or, if it has lost that, of its module, as in bitsandbytes."""
+        state = quantization_state(self.parameter)
+        return state if state is not None else getattr(self.module, _STATE, None)
 
 
-def _weights(module: torch.nn.Module) -> list[_Weight]:
+def _four_bit_weights_of(module: torch.nn.Module) -> list[_Weight]:
     return [
         _Weight(submodule, name, f"{path}.{name}" if path else name)
         for path, submodule in module.named_modules()
@@ -154,78 +153,79 @@ def _weights(module: torch.nn.Module) -> list[_Weight]:
 
 
 @contextmanager
-def four_bit_weights(module: torch.nn.Module) -> Iterator[Mapping[str, str]]:
-    """Lets an export of `module` see its 4-bit weights and what they are quantized with as plain parameters.
+def plain_four_bit_weights(module: torch.nn.Module) -> Iterator[Mapping[str, str]]:
+    """Turn 4-bit weights and the tensors of their quantization states into plain parameters while this is held.
 
-    Gives the names of the latter in the export, each with its name in the module (`layer.weight.quant_state.absmax`).
+    Yields the names of those tensors in the module (`layer.weight.quant_state.absmax`) by their names in the export.
     """
-    weights = _weights(module)
+    weights = _four_bit_weights_of(module)
     if not weights:
         yield {}
         return
     names: dict[str, str] = {}
-    home, owner = sys.modules[_HOME], threading.get_ident()
-    shown = {(id(weight.module), weight.name): weight for weight in weights}
-    original = getattr(home, _RESTORE)
-    states = {place: weight.state for place, weight in shown.items()}
+    bnb_modules, owner = sys.modules[_BNB_MODULES], threading.get_ident()
+    states = {(id(weight.module), weight.name): weight.state for weight in weights}
+    original = getattr(bnb_modules, _RESTORE)
 
     def restore(submodule: torch.nn.Module) -> None:
-        place = (id(submodule), "weight")
-        if threading.get_ident() != owner or place not in shown:
+        key = (id(submodule), "weight")
+        if threading.get_ident() != owner or key not in states:
             original(submodule)
         else:
-            setattr(submodule.weight, _STATE, _traced(submodule, "weight", states[place]))
+            setattr(submodule.weight, _STATE, _traced_state(submodule, "weight", states[key]))
 
     with ExitStack() as stack:
         for weight in weights:
-            if quantization(weight.parameter) is None:
+            if quantization_state(weight.parameter) is None:
                 setattr(weight.parameter, _STATE, weight.state)  # as bitsandbytes' forward does
-            stack.enter_context(_shown(weight, names))
-        stack.callback(setattr, home, _RESTORE, original)
-        setattr(home, _RESTORE, restore)
+            stack.enter_context(_as_plain_parameters(weight, names))
+        stack.callback(setattr, bnb_modules, _RESTORE, original)
+        setattr(bnb_modules, _RESTORE, restore)
         yield names
 
 
 @contextmanager
-def _shown(weight: _Weight, names: dict[str, str]) -> Iterator[None]:
-    """One weight as plain parameters."""
-    own, before = weight.module._parameters, weight.parameter
-    prefix = weight.where.removesuffix(weight.name)
-    beside = {_beside(weight.name, way): tensor for way, tensor in parts(before).items()}
-    names.update({prefix + _beside(weight.name, way): f"{weight.where}.{way}" for way in parts(before)})
-    # Called in eval mode without gradients, a layer would turn its weight into another layout.
+def _as_plain_parameters(weight: _Weight, names: dict[str, str]) -> Iterator[None]:
+    """Replace one weight by plain parameters, and add the names of its state's tensors to `names`."""
+    parameters, quantized = weight.module._parameters, weight.parameter
+    prefix = weight.path.removesuffix(weight.name)
+    tensors = state_tensors(quantized)
+    added = {_parameter_name(weight.name, path): tensor for path, tensor in tensors.items()}
+    names.update({prefix + _parameter_name(weight.name, path): f"{weight.path}.{path}" for path in tensors})
+    # A layer that is called in eval mode without gradients would pack its weight for inference.
     packs = weight.module.__dict__.get("support_avx512bf16_for_cpu")
     try:
-        own[weight.name] = _plain(before)
-        own.update({name: _plain(tensor) for name, tensor in beside.items()})
+        parameters[weight.name] = _plain_parameter(quantized)
+        parameters.update({name: _plain_parameter(tensor) for name, tensor in added.items()})
         if packs:
             weight.module.__dict__["support_avx512bf16_for_cpu"] = False
         yield
     finally:
-        own[weight.name] = before  # type: ignore[assignment]  # a Params4bit is a Parameter
-        for name in beside:
-            own.pop(name, None)
+        parameters[weight.name] = quantized  # type: ignore[assignment]  # a Params4bit is a Parameter
+        for name in added:
+            parameters.pop(name, None)
         if packs:
             weight.module.__dict__["support_avx512bf16_for_cpu"] = packs
 
 
-def _beside(name: str, way: str) -> str:
-    return f"{name}_{way.replace('.', '_')}"
+def _parameter_name(weight: str, path: str) -> str:
+    return f"{weight}_{path.replace('.', '_')}"
 
 
-def _plain(tensor: torch.Tensor) -> torch.nn.Parameter:
+def _plain_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor.detach().as_subclass(torch.Tensor), requires_grad=False)
 
 
-def _traced(module: torch.nn.Module, name: str, state: Any) -> Any:
-    """The quantization state with the tensors that the export has in their places."""
-    found = copy.copy(state)
+def _traced_state(module: torch.nn.Module, name: str, state: Any) -> Any:
+    """Copy a quantization state, with the plain parameters in place of its tensors."""
+    traced = copy.copy(state)
     if state.state2 is not None:
-        found.state2 = copy.copy(state.state2)
-    for way in _NESTED if state.state2 is not None else _PLAIN:
-        *steps, last = way.split(".")
-        setattr(found.state2 if steps else found, last, module._parameters[_beside(name, f"{_STATE}.{way}")])
-    return found
+        traced.state2 = copy.copy(state.state2)
+    for path in _DOUBLE_QUANTIZED if state.state2 is not None else _SINGLE_QUANTIZED:
+        *holder, attribute = path.split(".")
+        parameter = module._parameters[_parameter_name(name, f"{_STATE}.{path}")]
+        setattr(traced.state2 if holder else traced, attribute, parameter)
+    return traced
 
 
 def matmul_4bit(
@@ -235,12 +235,12 @@ def matmul_4bit(
     bias: torch.Tensor | None = None,
     state: Any = None,
 ) -> Any:
-    """What `MatMul4Bit.apply` computes, by the operator that it calls; NotImplemented where it writes into `out`."""
+    """Compute `MatMul4Bit.apply` with the operator that it calls; return NotImplemented if it writes into `out`."""
     if out is not None:
         return NotImplemented
-    fixed = (a, b.view(-1, 1), state.shape)
-    how = (state.blocksize, state.quant_type, bias)
-    product = torch.ops.bitsandbytes.gemm_4bit.default
+    operands = (a, b.view(-1, 1), state.shape)
+    settings = (state.blocksize, state.quant_type, bias)
+    gemm = torch.ops.bitsandbytes.gemm_4bit.default
     if state.state2 is None:
-        return product(*fixed, state.absmax, *how)
-    return product(*fixed, state.state2.absmax, *how, state.absmax, state.state2.code, state.offset)
+        return gemm(*operands, state.absmax, *settings)
+    return gemm(*operands, state.state2.absmax, *settings, state.absmax, state.state2.code, state.offset)

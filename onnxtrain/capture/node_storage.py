@@ -1,4 +1,4 @@
-"""Which nodes of a trace share memory, and the layout of their tensors."""
+"""The storages and memory layouts of the tensors in a trace."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ from onnxtrain.torch_compat.tensors import storage_id
 
 
 def storages_of(node: Node) -> set[int]:
-    """The memory of a node's tensors, as it was when forward was traced: views share it."""
+    """Return the ids of the storages that a node's tensors had during the trace: a view shares its base's."""
     values = pytree.tree_leaves(node.meta.get("val"))
     return {s for v in values if isinstance(v, torch.Tensor) and (s := _storage(v)) is not None}
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...], ...]:
-    """Shape, strides and offset, sizes as expressions: to compare sizes would make a condition of the comparison."""
+    """Return shape, strides and offset, with symbolic sizes as expressions.
+
+    To compare two symbolic sizes would add a guard; to compare their expressions does not.
+    """
     if tensor.layout != torch.strided:
         return (tuple(map(_expression, tensor.shape)),)
-    return tuple(tuple(map(_expression, n)) for n in (tensor.shape, tensor.stride(), (tensor.storage_offset(),)))
+    return tuple(
+        tuple(map(_expression, sizes)) for sizes in (tensor.shape, tensor.stride(), (tensor.storage_offset(),))
+    )
 
 
-def size_at_hand(size: int | torch.SymInt) -> int:
-    """The size or stride in the call that is captured, without a guard; 0 where only the data tell."""
+def example_size(size: int | torch.SymInt) -> int:
+    """Return a size or stride in the captured call without adding a guard; 0 if it depends on tensor values."""
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
@@ -35,7 +40,7 @@ def _expression(size: Any) -> Any:
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """The identity of a tensor's storage; None for a sparse tensor and inside a transform of torch.func."""
+    """Return the id of a tensor's storage; None for a sparse tensor and inside a torch.func transform."""
     if tensor.layout != torch.strided:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What is known beforehand not to be a graph, with the reason and what to do."""
+"""Checks before a capture: refuse calls and modules that no graph can represent, with the reason and what to do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onnxtrain.capture.four_bit_weights import is_four_bit, refuse_four_bit
-from onnxtrain.capture.key.snapshot import PLAIN_TENSORS
-from onnxtrain.capture.structure import Structure
+from onnxtrain.capture.structure import PLAIN_TENSORS, Structure
 from onnxtrain.errors import CaptureError, ORTModuleIOError, ORTModuleTorchModelException
 from onnxtrain.graph import traversal
 from onnxtrain.graph.values import MICROSOFT
@@ -27,11 +26,12 @@ _HOOKS = {
 
 
 def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises where a graph cannot hold the call's tensors, or something else is to see each operator of the module.
+    """Refuse a call with unsupported tensors, or inside a context that must see each operator of the module.
 
     Raises:
-        CaptureError: a transform, forward-mode differentiation or a mode is under way; a view that is negated lazily.
-        ORTModuleIOError: a tensor of another layout, or of a class of its own.
+        CaptureError: a torch.func transform, forward-mode differentiation or a torch function or dispatch mode is
+            active; or an input is a lazily negated view.
+        ORTModuleIOError: an input is not strided, is nested, or is a tensor subclass.
     """
     if is_inside_transform():
         raise CaptureError(
@@ -40,33 +40,34 @@ def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
         )
     if forward_ad_level() >= 0:
         raise CaptureError(
-            "the module is called under forward-mode differentiation, which a graph does not carry",
+            "the module is called under forward-mode differentiation, which a graph does not support",
             todo="the module runs in PyTorch; call it outside of torch.autograd.forward_ad.dual_level()",
         )
     modes = [type(mode).__qualname__ for mode in (*_function_modes(), *dispatch_modes())]
     if modes:
         raise CaptureError(
-            "a mode is on that is to see each of the module's operators: a graph has others",
-            got=_some(modes),
-            todo="the module runs in PyTorch; leave the mode to have it captured",
+            "a TorchFunctionMode or TorchDispatchMode is active, which would not see the operators inside a graph",
+            expected="no active mode",
+            got=_first_few(modes),
+            todo="the module runs in PyTorch; call it outside of the mode",
         )
-    for number, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided or tensor.is_nested:
             raise ORTModuleIOError(
-                f"input tensor {number} is of a kind that a graph cannot hold",
-                expected="a torch.Tensor of strided layout, not nested",
+                f"input tensor {index} is of a kind that a graph does not support",
+                expected="a torch.Tensor of layout torch.strided, not nested",
                 got=f"{type(tensor).__qualname__} of {tensor.layout}",
-                todo="the module runs in PyTorch; convert the input",
+                todo="the module runs in PyTorch; convert the input to a plain dense tensor",
             )
-        if tensor.is_neg():  # compiled kernels read what lies in memory
+        if tensor.is_neg():  # compiled kernels read memory as it is
             raise CaptureError(
-                f"input tensor {number} is a view whose elements are negated when they are read, as z.conj().imag is",
+                f"input tensor {index} is a lazily negated view, such as z.conj().imag",
                 todo="the module runs in PyTorch; pass x.resolve_neg()",
             )
 
 
-def refuse_numbers(structure: Structure, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises where the arguments are objects of numbers and no tensor: nothing would be left of them in a graph.
+def refuse_tensorless_call(structure: Structure, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse arguments that are objects with numbers and no tensor: a graph would embed all of them as constants.
 
     Raises:
         ORTModuleIOError: names the classes.
@@ -74,29 +75,30 @@ def refuse_numbers(structure: Structure, tensors: Sequence[torch.Tensor]) -> Non
     classes = sorted({kind.__qualname__ for kind in structure.classes()})
     if classes and not tensors:
         raise ORTModuleIOError(
-            "the arguments hold no tensor, and a graph computes with tensors",
+            "the arguments contain no tensor, and a graph computes with tensors",
             expected="at least one tensor among the arguments",
-            got=_some(classes),
+            got=_first_few(classes),
             todo="the module runs in PyTorch; pass tensors, or give the numbers to the module's constructor",
         )
 
 
 def _function_modes() -> list[TorchFunctionMode]:
-    """The modes that are on, but for the default device, which a capture takes as it is."""
+    """Return the active function modes, except that of the default device, under which a capture runs."""
     return [mode for mode in function_modes() if not is_device_context(mode)]
 
 
 def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -> None:
-    """Raises where the module has something that a graph would not run, or would run otherwise than eager does.
+    """Refuse a module with something that a graph would not run, or would run otherwise than eager does.
 
     Args:
-        module: the module.
-        hooks_run_outside: whether the module's own hooks, not those of its submodules, run around the graph.
+        module: the user's module.
+        hooks_run_outside: whether the caller runs the hooks of `module` itself, but not those of its submodules,
+            around the graph.
 
     Raises:
         ORTModuleTorchModelException: the module is a DataParallel.
         CaptureError: names the submodules.
-        QuantizationError: a quantized weight lacks what it is quantized with.
+        QuantizationError: a quantized weight lacks a part of its quantization state.
     """
     if isinstance(module, torch.nn.DataParallel):
         raise ORTModuleTorchModelException(
@@ -114,78 +116,80 @@ def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -
     if hooks:
         raise CaptureError(
             "submodules have hooks, which a graph would not run",
-            where=_some(hooks),
-            todo="remove the hooks, or put them on the ORTModule itself",
+            where=_first_few(hooks),
+            todo="the module runs in PyTorch; remove the hooks, or register them on the ORTModule itself",
         )
-    special = [
+    subclasses = [
         f"{name}: {type(parameter).__qualname__}"
         for name, parameter in module.named_parameters()
         if type(parameter) not in PLAIN_TENSORS and not is_four_bit(parameter)
     ]
-    if special:
+    if subclasses:
         raise CaptureError(
-            "parameters are of a kind that a graph cannot hold",
-            where=_some(special),
+            "parameters are of a tensor class that a graph does not support",
+            where=_first_few(subclasses),
+            expected="torch.nn.Parameter or bitsandbytes' Params4bit",
             todo="the module runs in PyTorch; wrap the module before its parameters are converted",
         )
     refuse_four_bit(module)
     packing = [name for name, submodule in named if _packs_padding(submodule)]
     if packing:
         raise CaptureError(
-            "without gradients and in eval mode nn.TransformerEncoder leaves out padding, by nested tensors",
-            where=_some(packing),
-            todo="the module runs in PyTorch; enable_nested_tensor=False lets it be captured",
+            "nn.TransformerEncoder skips padding by nested tensors in eval mode without gradients, which a graph does "
+            "not support",
+            where=_first_few(packing),
+            todo="the module runs in PyTorch; construct the encoder with enable_nested_tensor=False",
         )
 
 
 def refuse_outside_tensor(tensor: torch.Tensor) -> None:
-    """Refuses a tensor that forward reads and that is neither an argument nor the module's, where it needs a gradient.
+    """Refuse a tensor that forward reads from outside the module and the call, if it requires a gradient.
 
     Raises:
-        CaptureError: the graph would hold it as a constant, and its gradient would be lost.
+        CaptureError: the graph would embed the tensor as a constant and lose its gradient.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
         raise CaptureError(
-            "forward reads a tensor that needs a gradient and belongs neither to the module nor to the call",
+            "forward reads a tensor that requires a gradient and belongs neither to the module nor to the call",
             expected="parameters of the module, or arguments of forward",
             got=f"{type(tensor).__name__} {list(tensor.shape)} from a global, a closure or another object",
-            todo="register it as a parameter of the module, or pass it to forward",
+            todo="the module runs in PyTorch; register the tensor as a parameter of the module, or pass it to forward",
         )
 
 
 def refuse_functions(model: ir.Model) -> None:
-    """Raises where forward applies a custom autograd function.
+    """Refuse a graph that calls a custom autograd function.
 
     Raises:
-        CaptureError: names the functions and the lines.
+        CaptureError: names the functions and their source locations.
     """
-    found = [
+    functions = [
         f"{node.attributes.get_string('func_name')} ({traversal.origin(node)})"
         for node in model.graph
         if node.op_identifier()[:2] == (MICROSOFT, "PythonOp")
     ]
-    if found:
+    if functions:
         raise CaptureError(
             "forward applies custom autograd functions, and the option custom_autograd is off",
-            where=_some(found),
-            todo="the module runs in PyTorch; switch custom_autograd on to have it captured",
+            where=_first_few(functions),
+            todo="the module runs in PyTorch; turn custom_autograd on to have it captured",
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def runs_in_graph(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a hook of ours that a capture can run, and whose work becomes a part of the graph."""
+    """Mark a hook of onnxtrain's that can be captured: its operators become part of the graph."""
     hook._onnxtrain_runs_in_graph = True  # type: ignore[attr-defined]  # read below
     return hook
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:
-    """Whether a hook can run on fake tensors: one of ours, or one that only makes an output require a gradient.
+    """Whether a hook can be captured: one of onnxtrain's, or one that only makes an output require a gradient.
 
-    transformers leaves that one on the embeddings when gradient checkpointing is switched on.
+    transformers registers the latter on the embeddings when gradient checkpointing is turned on.
     """
     if getattr(hook, "_onnxtrain_runs_in_graph", False):
         return True
@@ -202,17 +206,18 @@ def _packs_padding(module: torch.nn.Module) -> bool:
     )
 
 
-def one_device(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device of all tensors; 0-dimensional CPU tensors may be beside a GPU's.
+def common_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Return the device of all tensors; 0-dimensional CPU tensors may accompany those on a GPU.
 
     Raises:
-        CaptureError: they are on several.
+        CaptureError: the tensors are on several devices.
     """
     devices = {t.device for t in tensors if t.dim() > 0 or t.device.type != "cpu"}
     if len(devices) > 1:
         raise CaptureError(
             "the module's parameters and inputs are on several devices",
+            expected="one device",
             got=", ".join(sorted(map(str, devices))),
-            todo="move them to one device",
+            todo="move the module and its inputs to one device",
         )
     return next(iter(devices)) if devices else torch.device("cpu")

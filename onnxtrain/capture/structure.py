@@ -1,9 +1,9 @@
-"""Any call, and any output of a module, as a flat list of tensors and a structure; and back.
+"""Flatten the arguments and the output of a module into a list of tensors and a structure, and rebuild them.
 
-A structure says which containers there are, which leaves are tensors, and what every other leaf is: two calls with
-equal structures can run the same captured graph. Containers are Python's own, dataclasses, caches of transformers,
-and whatever is registered with `torch.utils._pytree` (transformers registers its outputs there itself). Nothing is
-registered here: a registration would change what other libraries do with the user's classes.
+A structure holds the containers, the positions of the tensors and the values of all other leaves: two calls with equal
+structures can run the same captured graph. Supported containers are Python's own, dataclasses, the caches of
+transformers, and every class registered with `torch.utils._pytree` (transformers registers its outputs there). This
+file registers nothing itself: a registration would change how other libraries treat the user's classes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from onnxtrain.errors import ORTModuleIOError
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.tensors import storage_id
 
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _CONSTANTS = (
     *(NoneType, bool, int, float, complex, str, bytes, EllipsisType, enum.Enum, slice, range, type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, FunctionType, BuiltinFunctionType),
 )
 _STORAGE = torch.Tensor.untyped_storage
 _STRINGS = frozenset({str})
-_PYTHONS_OWN = frozenset({dict, list, tuple})
-_EXACT = frozenset({NoneType, bool, int, str})  # equal exactly when type and value are equal
-_KNOWN_CALLS = 4096  # structures remembered at most, so that a constant that changes on every call cannot fill memory
+_BUILTIN_CONTAINERS = frozenset({dict, list, tuple})
+_COMPARED_BY_VALUE = frozenset({NoneType, bool, int, str})  # == is exact for values of one type
+_MOST_CACHED = 4096  # structures; bounds memory when a constant changes on every call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a leaf in one of the flat lists: "tensor" or "size" (a symbolic int that forward returns)."""
+    """The position of a leaf in one of the flat lists: "tensor" or "size" (a symbolic int that forward returns)."""
 
     kind: str
     index: int
@@ -43,7 +43,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constant:
-    """A leaf that is neither. Equal to another only if the type and every bit are the same."""
+    """A leaf that is neither a tensor nor a size. Equal to another only if the type and every bit are the same."""
 
     value: Any = dataclasses.field(compare=False)
     key: Hashable
@@ -51,7 +51,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """A container: `build` makes it from its children, `key` holds its names (dict keys, fields)."""
+    """A container: `build` makes it from its children, `key` holds their names (dict keys, fields)."""
 
     type: type
     key: Hashable
@@ -64,12 +64,12 @@ Tree: TypeAlias = Slot | Constant | Node
 
 
 class Structure:
-    """The structure of a call `module(*args, **kwargs)`. Hashable, and equal to that of every call it fits.
+    """The structure of a call `module(*args, **kwargs)`: hashable, and equal for all calls that fit one capture.
 
     Attributes:
-        tree: the containers, constants and places of tensors.
-        names: for each flat tensor a unique name that is an identifier ("input_ids", "args_0", "batch_mask").
-        shared: the groups of flat tensors, as indices, that lie in one storage.
+        tree: the containers, constants and positions of tensors.
+        names: a unique identifier for each flat tensor ("input_ids", "args_0", "batch_mask").
+        shared: the groups of flat tensors, as indices, that share a storage.
     """
 
     __slots__ = ("_hash", "_rebuild", "names", "shared", "tree")
@@ -93,47 +93,49 @@ class Structure:
         return f"Structure({', '.join(self.names)})"
 
     def unflatten(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's args and kwargs with these tensors (or other leaves) in them, in fresh containers."""
+        """Rebuild the call's args and kwargs from these tensors (or other leaves), in fresh containers."""
         if self._rebuild is None:
             self._rebuild = _compile_rebuild(self.tree)
         args, kwargs = self._rebuild(tensors, ())
         return args, kwargs
 
     def changed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Any]) -> str:
-        """In words, how forward changed these arguments, which `unflatten` made from `tensors`; "" if it did not."""
-        flat = _Flat("input")
+        """Describe how forward changed these arguments, which `unflatten` made from `tensors`; "" if it did not."""
+        flat = _Flattener("input")
         tree = flat.tree((tuple(args), dict(kwargs)), "")
-        words = _difference(self.tree, tree, "")
+        difference = _difference(self.tree, tree, "")
         for path, old, new in zip(flat.paths, tensors, flat.tensors, strict=False):
-            if old is not new and not words:
-                words = f"{_pretty(path)}: another tensor"
-        return words
+            if old is not new and not difference:
+                difference = f"{_readable(path)}: another tensor"
+        return difference
 
     def constants(self) -> dict[str, Any]:
-        """Each constant by its path."""
+        """Return each constant by its path."""
         return {path: leaf.value for path, leaf in leaves(self.tree) if isinstance(leaf, Constant)}
 
     def classes(self) -> set[type]:
-        """The classes of its containers that are not Python's own."""
-        return {node.type for node in _nodes(self.tree) if node.type not in _PYTHONS_OWN}
+        """Return the classes of its containers, except Python's own."""
+        return {node.type for node in _nodes(self.tree) if node.type not in _BUILTIN_CONTAINERS}
 
     def difference(self, other: Structure) -> str:
-        """In words, the first thing in which `other` differs from this one; "" where they are equal."""
+        """Describe the first difference between this structure and `other`; "" if they are equal."""
         if self == other:
             return ""
-        words = _difference(self.tree, other.tree, "")
-        return words or f"inputs that share memory: {self._sharing()} → {other._sharing()}"
+        return (
+            _difference(self.tree, other.tree, "")
+            or f"inputs that share memory: {self._sharing()} → {other._sharing()}"
+        )
 
     def _sharing(self) -> str:
         return "; ".join(" and ".join(self.names[i] for i in group) for group in self.shared) or "none"
 
 
 class OutputStructure:
-    """How a module's output is made of tensors, sizes and constants.
+    """The structure of a module's output: containers of tensors, sizes and constants.
 
     Attributes:
-        tree: the containers, constants and places of leaves.
-        names: for each tensor a unique name that is an identifier ("logits", "hidden_states_0", "output").
+        tree: the containers, constants and positions of leaves.
+        names: a unique identifier for each tensor ("logits", "hidden_states_0", "output").
     """
 
     __slots__ = ("_rebuild", "names", "tree", "unflatten")
@@ -141,7 +143,7 @@ class OutputStructure:
     def __init__(self, tree: Tree, names: tuple[str, ...]) -> None:
         self.tree = tree
         self.names = names
-        # An attribute and not a method: it runs on every step.
+        # An attribute and not a method, because it runs on every step.
         self.unflatten: _Rebuild = _compile_rebuild(tree)
 
     def __eq__(self, other: object) -> bool:
@@ -152,15 +154,17 @@ class OutputStructure:
 
 
 _Rebuild: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Any]
-_PLANS: dict[Any, Structure] = {}
-_CALLS: dict[Structure, Structure] = {}
+_STRUCTURE_OF_KEY: dict[Any, Structure] = {}
+_UNIQUE_STRUCTURES: dict[Structure, Structure] = {}
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors of a call, each object once, and the call's structure. A forward may read the order of kwargs.
+    """Flatten a call into its tensors, each object once, and its structure.
+
+    Structures differ if the order of kwargs does, which forward may read.
 
     Raises:
-        ORTModuleIOError: a leaf is neither a tensor nor a constant. Names its path and type.
+        ORTModuleIOError: a leaf is neither a tensor nor a constant; names its path and type.
     """
     if kwargs:
         values: list[Any] = [*args, *kwargs.values()]
@@ -168,28 +172,28 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
     else:
         values = [*args]
         key = len(args)
-    if not _PLAIN_TENSORS.issuperset(map(type, values)):
-        given, values, parts = values, [], [key]
-        if not _scan(given, values, parts):
+    if not PLAIN_TENSORS.issuperset(map(type, values)):
+        arguments, values, key_parts = values, [], [key]
+        if not _scan(arguments, values, key_parts):
             return _flatten_any_call(args, kwargs)
-        key = tuple(parts)
+        key = tuple(key_parts)
     if len(values) > 1 and len({*map(_STORAGE, values)}) != len(values):
         return _flatten_any_call(args, kwargs)
-    structure = _PLANS.get(key)
+    structure = _STRUCTURE_OF_KEY.get(key)
     if structure is None:
         _, structure = _flatten_any_call(args, kwargs)
-        _remember(_PLANS, key, structure)
+        _cache(_STRUCTURE_OF_KEY, key, structure)
     return values, structure
 
 
-def _scan(given: Iterable[Any], tensors: list[torch.Tensor], key: list[Any]) -> bool:
-    """Collects the tensors of common containers, and a key that tells them apart. False for what is not common."""
-    for value in given:
+def _scan(values: Iterable[Any], tensors: list[torch.Tensor], key: list[Any]) -> bool:
+    """Collect the tensors of common containers, and a key that distinguishes structures; False for other values."""
+    for value in values:
         kind = type(value)
-        if kind in _PLAIN_TENSORS:
+        if kind in PLAIN_TENSORS:
             tensors.append(value)
             key.append(torch.Tensor)
-        elif kind in _EXACT:
+        elif kind in _COMPARED_BY_VALUE:
             key += (kind, value)
         elif kind is float:
             key += (kind, repr(value))
@@ -208,30 +212,30 @@ def _scan(given: Iterable[Any], tensors: list[torch.Tensor], key: list[Any]) -> 
     return True
 
 
-def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(table) >= _KNOWN_CALLS:
+def _cache(table: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(table) >= _MOST_CACHED:
         table.clear()
     table[key] = value
 
 
 def _flatten_any_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Structure]:
-    flat = _Flat("input")
+    flat = _Flattener("input")
     tree = flat.tree((tuple(args), dict(kwargs)), "")
     structure = Structure(tree, _names(flat.paths), _shared(flat.tensors))
-    known = _CALLS.get(structure)  # one object for equal structures: later comparisons end at `is`
-    if known is None:
-        _remember(_CALLS, structure, structure)
-        known = structure
-    return flat.tensors, known
+    unique = _UNIQUE_STRUCTURES.get(structure)  # one object for equal structures: later comparisons end at `is`
+    if unique is None:
+        _cache(_UNIQUE_STRUCTURES, structure, structure)
+        unique = structure
+    return flat.tensors, unique
 
 
 def flatten_output(output: Any) -> tuple[list[Any], OutputStructure]:
-    """The tensors, then the symbolic sizes of a module's output, each object once, and the output's structure.
+    """Flatten a module's output into its tensors, each object once, then its symbolic sizes; and its structure.
 
     Raises:
-        ORTModuleIOError: a leaf is not a tensor, size or constant. Names its path and type.
+        ORTModuleIOError: a leaf is not a tensor, size or constant; names its path and type.
     """
-    flat = _Flat("output")
+    flat = _Flattener("output")
     tree = flat.tree(output, "")
     return [*flat.tensors, *flat.sizes], OutputStructure(tree, _names(flat.paths))
 
@@ -239,56 +243,64 @@ def flatten_output(output: Any) -> tuple[list[Any], OutputStructure]:
 # Flattening
 
 
-class _Flat:
-    """Collects leaves while a tree is made."""
+class _Flattener:
+    """Builds a tree and collects its leaves. `kind`: "input" or "output", for messages."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.tensors: list[Any] = []
         self.paths: list[str] = []  # of the tensors
         self.sizes: list[torch.SymInt] = []
-        self._places: dict[int, Slot] = {}
-        self._open: set[int] = set()  # containers on the way here: one that contains itself has no tree
+        self._slots: dict[int, Slot] = {}  # by the id of the tensor
+        self._ancestors: set[int] = set()  # ids of the enclosing containers: one that contains itself has no tree
 
     def tree(self, value: Any, path: str) -> Tree:
         if isinstance(value, torch.Tensor):
-            slot = self._places.get(id(value))
+            slot = self._slots.get(id(value))
             if slot is None:
-                slot = self._places[id(value)] = Slot("tensor", len(self.tensors))
+                slot = self._slots[id(value)] = Slot("tensor", len(self.tensors))
                 self.tensors.append(value)
                 self.paths.append(path)
             return slot
         if isinstance(value, torch.SymInt) and self.kind == "output":
             self.sizes.append(value)
             return Slot("size", len(self.sizes) - 1)
-        node = _open_container(value)
-        if node is None:
+        container = _open_container(value)
+        if container is None:
             if isinstance(value, _CONSTANTS):
                 return Constant(value, constant_key(value))
             raise self._unsupported(value, path)
-        children, names, key, build = node
-        if id(value) in self._open:
-            raise ORTModuleIOError(f"an {self.kind} contains itself", f"{self.kind} {_pretty(path) or 'as a whole'}")
-        self._open.add(id(value))
-        trees = tuple(self.tree(child, path + name) for child, name in zip(children, names, strict=True))
-        self._open.discard(id(value))
-        return Node(type(value), key, trees, tuple(names), build)
+        children, steps, key, build = container
+        if id(value) in self._ancestors:
+            raise ORTModuleIOError(
+                f"an {self.kind} contains itself",
+                where=self._location(path),
+                expected="containers without cycles",
+                todo="the module runs in PyTorch; break the cycle",
+            )
+        self._ancestors.add(id(value))
+        trees = tuple(self.tree(child, path + step) for child, step in zip(children, steps, strict=True))
+        self._ancestors.discard(id(value))
+        return Node(type(value), key, trees, tuple(steps), build)
 
     def _unsupported(self, value: Any, path: str) -> ORTModuleIOError:
         return ORTModuleIOError(
-            f"an {self.kind} has a type that a captured graph cannot take",
-            where=f"{self.kind} {_pretty(path) or 'as a whole'}",
+            f"an {self.kind} is of a type that a graph does not support",
+            where=self._location(path),
             expected="tensors, Python constants, and dicts, lists, tuples, named tuples and dataclasses of them",
             got=f"{type(value).__module__}.{type(value).__qualname__}",
             todo="pass tensors, or register the class with torch.utils._pytree.register_pytree_node",
         )
+
+    def _location(self, path: str) -> str:
+        return f"{self.kind} {_readable(path) or 'as a whole'}"
 
 
 _Container: TypeAlias = tuple[Iterable[Any], Sequence[str], Hashable, Callable[[list[Any]], Any]]
 
 
 def _open_container(value: Any) -> _Container | None:
-    """The children of a container, their path steps, its key and its builder. None for what is not a container."""
+    """Return the children of a container, their path steps, its key and its builder; None for any other value."""
     kind = type(value)
     if kind is dict:
         keys = tuple(value)
@@ -321,8 +333,10 @@ def _open_container(value: Any) -> _Container | None:
 
 def _open_registered(value: Any, registered: Any) -> _Container:
     children, context = registered.flatten_fn(value)
-    names = context if isinstance(context, (list, tuple)) and len(context) == len(children) else range(len(children))
-    steps = [_step(name) for name in names]
+    child_names = (
+        context if isinstance(context, (list, tuple)) and len(context) == len(children) else range(len(children))
+    )
+    steps = [_step(name) for name in child_names]
     return children, steps, freeze(context), lambda items: registered.unflatten_fn(items, context)
 
 
@@ -332,9 +346,10 @@ def _open_dataclass(value: Any) -> _Container:
     extra = set(getattr(value, "__dict__", ())) - {field.name for field in dataclasses.fields(value)}
     if extra or isinstance(value, (dict, list, tuple, set)):
         raise ORTModuleIOError(
-            f"a {kind.__qualname__} has contents that are not fields of the dataclass and would be lost",
-            got=", ".join(sorted(extra)) or "items",
-            todo="declare them as fields",
+            f"a {kind.__qualname__} has contents that are not fields of the dataclass, and a graph would lose them",
+            expected="fields only",
+            got=", ".join(sorted(extra)) or "the items of a container",
+            todo="the module runs in PyTorch; declare the contents as fields",
         )
 
     return (
@@ -346,19 +361,19 @@ def _open_dataclass(value: Any) -> _Container:
 
 
 def dataclass_builder(kind: type, fields: Sequence[str]) -> Callable[[list[Any]], Any]:
-    """What makes an object of a dataclass from the values of these fields."""
+    """Return a function that makes an object of a dataclass from the values of these fields."""
 
     def build(children: list[Any]) -> Any:
-        made: Any = object.__new__(kind)  # as copy.copy does: __post_init__ ran when the user made the object
+        instance: Any = object.__new__(kind)  # as copy.copy does: __post_init__ ran when the user made the object
         for name, child in zip(fields, children, strict=True):
-            object.__setattr__(made, name, child)
-        return made
+            object.__setattr__(instance, name, child)
+        return instance
 
     return build
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether this is a key-value cache of transformers, or a layer of one."""
+    """Whether `value` is a key-value cache of transformers, or a layer of one."""
     module = sys.modules.get("transformers.cache_utils")
     if module is None:
         return False
@@ -371,17 +386,20 @@ def _open_object(value: Any) -> _Container:
     names = tuple(vars(value))
 
     def build(children: list[Any]) -> Any:
-        made = object.__new__(kind)
-        vars(made).update(zip(names, children, strict=True))
-        return made
+        instance = object.__new__(kind)
+        vars(instance).update(zip(names, children, strict=True))
+        return instance
 
     return list(vars(value).values()), [f".{name}" for name in names], names, build
 
 
 def constant_key(value: Any) -> Hashable:
-    """Equal for equal constants only: True, 1 and 1.0 differ, and so do 0.0 and -0.0; NaN equals itself."""
+    """Return a key that is equal for identical constants only.
+
+    The keys of True, 1 and 1.0 differ, and so do those of 0.0 and -0.0; that of NaN equals itself.
+    """
     kind = type(value)
-    if kind in _EXACT:
+    if kind in _COMPARED_BY_VALUE:
         return (kind, value)
     if isinstance(value, (float, complex)):
         return (kind, repr(value))
@@ -397,10 +415,10 @@ def constant_key(value: Any) -> Hashable:
 
 
 class _ById:
-    """Stands in a key for a value that has no hash."""
+    """The key of a value that is not hashable: equal for the same object only."""
 
     def __init__(self, value: object) -> None:
-        self.value = value  # kept alive, so that the identity is not given to another object
+        self.value = value  # keeps the object alive, so that no other gets its id
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ById) and self.value is other.value
@@ -410,7 +428,7 @@ class _ById:
 
 
 def freeze(context: Any) -> Hashable:
-    """The context of a registered container as a key."""
+    """Turn the context of a registered container into a key."""
     if isinstance(context, (list, tuple)):
         return (type(context), *map(freeze, context))
     if isinstance(context, dict):
@@ -423,17 +441,17 @@ def _shared(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     for index, tensor in enumerate(tensors):
         try:
             storage = storage_id(tensor)
-        except (NotImplementedError, RuntimeError):  # a subclass without storage of its own
+        except (NotImplementedError, RuntimeError):  # a tensor subclass without a storage
             continue
         groups.setdefault(storage, []).append(index)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
-# Unflattening
+# Rebuilding
 
 
 def _compile_rebuild(tree: Tree) -> _Rebuild:
-    """One Python function that makes the containers: an output is rebuilt on every step."""
+    """Compile a Python function that makes the containers: an output is rebuilt on every step."""
     constants: dict[str, Any] = {}
 
     def bind(value: Any) -> str:
@@ -453,20 +471,20 @@ def _compile_rebuild(tree: Tree) -> _Rebuild:
             return f"({children}{',' if len(part.children) == 1 else ''})"
         return f"{bind(part.build)}([{children}])"
 
-    code = compile(f"lambda tensors, sizes: {expression(tree)}", "<onnxtrain containers>", "eval")  # our own source
+    code = compile(f"lambda tensors, sizes: {expression(tree)}", "<onnxtrain containers>", "eval")
     rebuild: _Rebuild = eval(code, constants)
     return rebuild
 
 
-# Words
+# Paths and messages
 
 
 def _step(key: Any) -> str:
     return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
-def _pretty(path: str) -> str:
-    """`[1].x` of a call is its kwarg x, `[0][2]` its third positional argument."""
+def _readable(path: str) -> str:
+    """Name a path as the user would: `[1].x` of a call is `x`, `[0][2]` is `args[2]`."""
     if path.startswith("[1]."):
         return path[4:]
     if path.startswith("[0]["):
@@ -477,15 +495,15 @@ def _pretty(path: str) -> str:
 def _names(paths: Iterable[str]) -> tuple[str, ...]:
     names: list[str] = []
     for path in paths:
-        letters = "".join(c if c.isalnum() else "_" for c in _pretty(path).replace("]", ""))
+        letters = "".join(c if c.isalnum() else "_" for c in _readable(path).replace("]", ""))
         name = letters.strip("_") or "output"
         name = name if name.isidentifier() else f"t_{name}"
-        taken = name
+        unique = name
         count = 1
-        while taken in names:
+        while unique in names:
             count += 1
-            taken = f"{name}_{count}"
-        names.append(taken)
+            unique = f"{name}_{count}"
+        names.append(unique)
     return tuple(names)
 
 
@@ -494,7 +512,7 @@ def leaves(tree: Tree, path: str = "") -> Iterable[tuple[str, Slot | Constant]]:
         for child, step in zip(tree.children, tree.steps, strict=True):
             yield from leaves(child, path + step)
     else:
-        yield _pretty(path), tree
+        yield _readable(path), tree
 
 
 def _nodes(tree: Tree) -> Iterable[Node]:
@@ -517,12 +535,12 @@ def _difference(old: Tree, new: Tree, path: str) -> str:
         return ""
     if _same_node(old, new) and isinstance(old, Node) and isinstance(new, Node):
         for before, after, step in zip(old.children, new.children, old.steps, strict=True):
-            words = _difference(before, after, path + step)
-            if words:
-                return words
+            difference = _difference(before, after, path + step)
+            if difference:
+                return difference
     if isinstance(old, Slot) and isinstance(new, Slot):
-        return f"{_pretty(path)}: the same tensor as another input → not, or the other way round"
-    where = _pretty(path) if path not in ("", "[0]", "[1]") else {"[0]": "args", "[1]": "kwargs"}.get(path, "inputs")
+        return f"{_readable(path)}: a different set of inputs is this tensor object"
+    where = _readable(path) if path not in ("", "[0]", "[1]") else {"[0]": "args", "[1]": "kwargs"}.get(path, "inputs")
     return f"{where}: {_describe(old)} → {_describe(new)}"
 
 

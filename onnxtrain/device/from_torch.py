@@ -140,7 +140,7 @@ def _share_buffers(training: Base, evaluation: Base) -> None:
 
 def name_outputs(captured: Captured, output_names: Sequence[str] | None) -> dict[str, str]:
     """Name the outputs; return, for each buffer that forward mutates, the name of its new value."""
-    graph, results = captured.model.graph, captured.results
+    graph, results = captured.model.graph, captured.result_count
     names = list(output_names or (["output"] if results == 1 else [f"output_{i}" for i in range(results)]))
     if len(names) != results:
         raise ArtifactError(

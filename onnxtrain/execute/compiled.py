@@ -100,10 +100,11 @@ class Compiled:
             and [(v.dtype, v.shape) for v in mine.model.graph.inputs]
             == [(v.dtype, v.shape) for v in captured.model.graph.inputs]
             and mine.sources == captured.sources
-            and (mine.results, mine.mutations, mine.sizes) == (captured.results, captured.mutations, captured.sizes)
+            and (mine.result_count, mine.mutations, mine.sizes)
+            == (captured.result_count, captured.mutations, captured.sizes)
             and mine.written_views == captured.written_views
             and mine.output == captured.output
-            and (mine.stored == captured.stored != "" or mine.guards.same_graph(captured.guards))
+            and (mine.stored_name == captured.stored_name != "" or mine.guards.same_graph(captured.guards))
         )
 
     def of(self, captured: Captured, rerun: Rerun) -> Compiled:

@@ -88,11 +88,11 @@ class UnitBuilder:
     def inference_unit(self) -> Unit:
         """The unit of the forward graph alone."""
         program = self.program(single_part(self.differentiation.forward), "inference")
-        return self._unit(program, (False,) * self.captured.results)
+        return self._unit(program, (False,) * self.captured.result_count)
 
     def training_unit(self, joint: Joint, choice: RecomputeChoice) -> Unit:
         """The unit of a joint graph to which `choice` is apply_choice already."""
-        results, wrt, mutated = self.captured.results, self.differentiation.wrt, self.differentiation.mutated
+        results, wrt, mutated = self.captured.result_count, self.differentiation.wrt, self.differentiation.mutated
         self._refuse_written_gradients(joint)
         check_backward_reads(joint, mutated)
         full = cut(joint)
@@ -159,7 +159,7 @@ class UnitBuilder:
         forward = self.differentiation.forward
         return Unit(
             forward=program,
-            results=self.captured.results,
+            results=self.captured.result_count,
             mutations=self.differentiation.mutated,
             differentiable=differentiable,
             views=self.views,
@@ -172,7 +172,7 @@ class UnitBuilder:
             unsaved=full.unsaved() if full is not None else (),
             contexts=[i for i, value in enumerate(full.kept) if is_object(value)] if full is not None else (),
             differentiably=boundary,
-            lone_views=lone_views(forward, self.captured.results),
+            lone_views=lone_views(forward, self.captured.result_count),
             unreached=unreached,
         )
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from onnxtrain.capture import source_line
-from onnxtrain.capture.capture import Captured, Run, capture
+from onnxtrain.capture.capture import Captured, ForwardCall, capture
 from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, capture_is_under_way
 from onnxtrain.capture.guards.size_decisions import Example
@@ -25,7 +25,7 @@ from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key.fast_path import Missed, UsualCall, usual_call
 from onnxtrain.capture.key.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.key.recaptures import ChangingNumberError, ChangingStateError, Recaptures
-from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_numbers
+from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_tensorless_call
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.compile import compile_module
@@ -235,7 +235,7 @@ class Engine:
         self._announce(key, tensors)
         start, captures = time.perf_counter(), self.captures
         self._refuse(tensors)
-        refuse_numbers(structure, tensors)
+        refuse_tensorless_call(structure, tensors)
         entries = [entry for entry in self._entries.get(key, ()) if entry.compiled is not None]
         if entries:
             last = self._recent if self._recent in entries else entries[-1]
@@ -306,7 +306,7 @@ class Engine:
     ) -> Captured:
         run, fixed = self._entry_point.in_torch, self._entry_point.fixed_sizes
 
-        def make(run: Run | None) -> Captured:
+        def make(run: ForwardCall | None) -> Captured:
             return capture(self._module, structure, tensors, watch, suggested, run, fixed, outside_is_input=True)
 
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
@@ -452,6 +452,6 @@ def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure,
         args, kwargs = structure.unflatten(tensors[len(tensors) - inputs :])
         leaves, _ = flatten_output(torch.func.functional_call(subject, state, args, kwargs))
         tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return tensor_leaves if captured.kept is None else [tensor_leaves[i] for i in captured.kept]
+        return tensor_leaves if captured.kept_results is None else [tensor_leaves[i] for i in captured.kept_results]
 
     return run

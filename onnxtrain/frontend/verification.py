@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 from onnxtrain.autodiff import differentiate
 from onnxtrain.capture.capture import Captured
 from onnxtrain.capture.guards.shape_proof import Proof
-from onnxtrain.capture.refusals import one_device
+from onnxtrain.capture.refusals import common_device
 from onnxtrain.capture.structure import flatten_call, flatten_output
 from onnxtrain.errors import OptionError
 from onnxtrain.execute.program import Program
@@ -308,7 +308,7 @@ def _values_in_torch(
     with torch.random.fork_rng([t.device.index or 0 for t in inputs if t.is_cuda]):
         torch.manual_seed(_SEED)
         outputs = run.run(*arguments)
-    results = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)][-captured.results :]
+    results = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)][-captured.result_count :]
     values = dict(run.values)
     ends = [t for t in results if t.requires_grad]
     inner = {name: t for name, t in run.values.items() if t.requires_grad}
@@ -339,7 +339,7 @@ def _values_of_graph(
 ) -> tuple[list[ir.Node], dict[str, torch.Tensor]]:
     """The nodes of the optimized joint graph, and its values."""
     model = traversal.with_graph(captured.model, traversal.clone(captured.model.graph)[0])
-    results = captured.results
+    results = captured.result_count
     is_result = [i < results for i in range(len(model.graph.outputs))]
     tensors = list(inputs)
     if any(wrt):
@@ -358,7 +358,7 @@ def _values_of_graph(
         v for node in nodes for v in node.outputs if v.name and v.dtype is not None and is_float(v.dtype)
     )
     names = [str(v.name) for v in graph.outputs]
-    program = Program(single_part(model), "verify", one_device(tensors))
+    program = Program(single_part(model), "verify", common_device(tensors))
     with torch.no_grad(), torch.random.fork_rng([t.device.index or 0 for t in inputs if t.is_cuda]):
         torch.manual_seed(_SEED)
         values, _ = program.run([t.detach() for t in tensors], ())

@@ -17,7 +17,7 @@ from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from onnxtrain.capture.convert.convert import line_of
-from onnxtrain.capture.node_storage import size_at_hand
+from onnxtrain.capture.node_storage import example_size
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
@@ -86,8 +86,8 @@ def _memory_order(value: torch.Tensor) -> list[int]:
 
     A dimension of size 1 stays where it is: its stride means nothing.
     """
-    strides = [size_at_hand(stride) for stride in value.stride()]
-    moved = [dim for dim in range(value.dim()) if size_at_hand(value.shape[dim]) != 1]
+    strides = [example_size(stride) for stride in value.stride()]
+    moved = [dim for dim in range(value.dim()) if example_size(value.shape[dim]) != 1]
     by_stride = iter(sorted(moved, key=lambda dim: -strides[dim]))
     return [next(by_stride) if dim in moved else dim for dim in range(value.dim())]
 

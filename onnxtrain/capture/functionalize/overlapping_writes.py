@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from onnxtrain.capture.convert.convert import line_of
 from onnxtrain.capture.functionalize.no_grad import written_arguments
-from onnxtrain.capture.node_storage import size_at_hand
+from onnxtrain.capture.node_storage import example_size
 from onnxtrain.errors import CaptureError
 
 _aten = torch.ops.aten
@@ -46,7 +46,7 @@ def _overlaps(value: object) -> bool:
     """Whether a dimension's stride is shorter than what the dimensions inside it span, at the sizes at hand."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
-    sizes, strides = ([size_at_hand(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    sizes, strides = ([example_size(n) for n in numbers] for numbers in (value.shape, value.stride()))
     if 0 in sizes:
         return False
     span = 1

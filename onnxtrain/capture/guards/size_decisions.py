@@ -1,11 +1,11 @@
-"""What Python decided from sizes while a module was captured, and example inputs that keep sizes open.
+"""Python control flow that depends on sizes, recorded during a capture; and example inputs that keep sizes dynamic.
 
-PyTorch's export takes every open size to be at least 2: a decision like `x.shape[1] > 1` is answered without a trace.
-Of its own decisions that is harmless, for they only choose between equivalent ways (the proof in `guards` sees to the
-rest). A decision of the user's code is another matter. So every such decision is noted here, with the answer that the
-real sizes give: it holds for the calls in which the answer is the same.
+torch.export assumes that every dynamic dimension is at least 2: it answers `x.shape[1] > 1` without recording a guard.
+For PyTorch's own decisions that is harmless, because they only choose between equivalent computations (`shape_proof`
+covers the rest). The user's code may compute something else on each branch. So every decision of the user's code is
+recorded here, with its answer for the real sizes: the capture is valid for the calls in which the answer is the same.
 
-An input of size 1 would be fixed to 1. Its example is made larger, while the user's decisions still see 1.
+torch.export would make a dimension of size 1 static. Its example is made larger, while the user's code still sees 1.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from onnxtrain.capture.source_line import PACKAGE
 from onnxtrain.torch_compat.patch_points import EVALUATE_SIZES, SIZE_COMPARISONS, SIZE_TEXTS
 
-Place: TypeAlias = tuple[int, int]  # number of a flat tensor, number of its dimension
-Example: TypeAlias = Mapping[Place, int]  # sizes to export with, where they are not the real ones
+InputDim: TypeAlias = tuple[int, int]  # the index of a flat tensor, and of one of its dimensions
+Example: TypeAlias = Mapping[InputDim, int]  # the sizes to export with, where they differ from the real ones
 
-_GENERIC = 5  # a size that is nothing special: 2 would make `size - 1` a 1
+_GENERIC_SIZE = 5  # with 2, `size - 1` would be 1, which PyTorch treats specially
 
 _TORCH = str(Path(torch.__file__).parent)
-# How Python gets from a decision to PyTorch's record of sizes.
-_MACHINERY = frozenset({
+# The files between the line that decides and `ShapeEnv.evaluate_expr`.
+_SYMBOLIC_SIZE_FILES = frozenset({
     __file__,
     f"{_TORCH}/__init__.py",
     f"{_TORCH}/fx/experimental/symbolic_shapes.py",
@@ -42,10 +42,10 @@ _MACHINERY = frozenset({
     f"{_TORCH}/fx/experimental/recording.py",
     f"{_TORCH}/utils/_stats.py",
 })  # fmt: skip
-# Where PyTorch decides for itself: the shapes and strides of results, and which of equivalent ways to take.
-_INSIDE = (
-    "<eval_with_key>",  # what torch.fx generates
-    *(f"{PACKAGE}{name}/" for name in ("capture", "torch_compat")),  # while forward is traced, in place of PyTorch's
+# Files that decide for PyTorch: the shapes and strides of results, and which of equivalent computations to take.
+_PYTORCH_DECIDES = (
+    "<eval_with_key>",  # code that torch.fx generates
+    *(f"{PACKAGE}{name}/" for name in ("capture", "torch_compat")),  # run in place of PyTorch's code during a trace
     *(f"{_TORCH}/{name}" for name in (
         "_refs/", "_prims/", "_prims_common/", "_decomp/", "_subclasses/", "_export/", "export/", "fx/", "_functorch/",
         "_higher_order_ops/", "_library/", "_dispatch/", "utils/", "_ops.py", "_meta_registrations.py", "_compile.py",
@@ -54,10 +54,15 @@ _INSIDE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """`expr` over PyTorch's size symbols had this value as the user's code saw it at this line.
+class SizeDecision:
+    """The value of an expression over PyTorch's size symbols that the user's code tested.
 
-    `forced` where it follows from a real size that the example does not have, and not from the export's own guards.
+    Attributes:
+        expr: the expression.
+        value: its value for the real sizes.
+        where: the source location of the test.
+        forced: whether the value comes from a real size that the example replaces, so that the export has no guard
+            for it.
     """
 
     expr: Any
@@ -66,45 +71,45 @@ class Decision:
     forced: bool
 
 
-class Decisions:
-    """The decisions of one capture: those of the user's code while `noted()` is held around torch.export.
+class SizeDecisions:
+    """The decisions of one capture: those that the user's code takes while `recording()` is held around torch.export.
 
     Attributes:
         sizes: the real sizes of the inputs.
         examples: the inputs to export with.
-        ones: the places that are 1, and have another size in the example.
-        made: the decisions, by expression.
-        fixed: the numbers of the inputs whose sizes are not open.
+        ones: the dimensions of size 1 that have another size in the example.
+        recorded: the decisions, by expression.
+        fixed: the indices of the inputs whose dimensions are all static.
     """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], example: Example | None = None, fixed: Collection[int] = ()
     ) -> None:
         real = self.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
-        changed = {place: size for place, size in (example or {}).items() if real[place[0]][place[1]] != size}
+        changed = {(i, d): size for (i, d), size in (example or {}).items() if real[i][d] != size}
         self.examples = [_resized(t, {d: n for (i, d), n in changed.items() if i == k}) for k, t in enumerate(tensors)]
-        self.ones = frozenset(place for place in changed if real[place[0]][place[1]] == 1)
-        self.made: dict[Any, Decision] = {}
+        self.ones = frozenset((i, d) for i, d in changed if real[i][d] == 1)
+        self.recorded: dict[Any, SizeDecision] = {}
         self.fixed = frozenset(fixed)
         self._changed = frozenset(changed)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Notes decisions of this thread."""
+    def recording(self) -> Iterator[None]:
+        """Record the decisions of this thread."""
         owner = threading.get_ident()
         evaluate = EVALUATE_SIZES.original
 
-        def noting(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
+        def recording_evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
             frame = _user_frame(sys._getframe(1)) if threading.get_ident() == owner else None
             if frame is None or not getattr(expr, "free_symbols", None):
                 return evaluate(env, expr, *args, **kwargs)
             real = self._with_real_sizes(env, expr)
             value = evaluate(env, expr, *args, **kwargs) if real is None else real
             where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            self.made.setdefault(expr, Decision(expr, value, where, forced=real is not None))
+            self.recorded.setdefault(expr, SizeDecision(expr, value, where, forced=real is not None))
             return value
 
-        def comparing(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def deciding_comparison(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             def compare(left: Any, right: Any) -> Any:
                 result = original(left, right)
                 if not isinstance(result, torch.SymBool) or threading.get_ident() != owner:
@@ -115,103 +120,103 @@ class Decisions:
 
             return compare
 
-        def spelling(original: Callable[..., str]) -> Callable[..., str]:
-            def spell(size: Any, *args: Any) -> str:
-                if threading.get_ident() != owner or _user_frame(sys._getframe(1)) is None or not _is_of_inputs(size):
-                    return original(size, *args)
-                return format(int(size), *args)
+        def formatting_value(original: Callable[..., str]) -> Callable[..., str]:
+            def format_size(size: Any, *args: Any) -> str:
+                by_user = threading.get_ident() == owner and _user_frame(sys._getframe(1)) is not None
+                return format(int(size), *args) if by_user and _is_of_inputs(size) else original(size, *args)
 
-            return spell
+            return format_size
 
         with ExitStack() as stack:
-            stack.enter_context(EVALUATE_SIZES.wrapped(lambda _: noting))
+            stack.enter_context(EVALUATE_SIZES.wrapped(lambda _: recording_evaluate))
             for point in SIZE_COMPARISONS:
-                stack.enter_context(point.wrapped(comparing))
+                stack.enter_context(point.wrapped(deciding_comparison))
             for point in SIZE_TEXTS:
-                stack.enter_context(point.wrapped(spelling))
+                stack.enter_context(point.wrapped(formatting_value))
             yield
 
     def _with_real_sizes(self, env: ShapeEnv, expr: Any) -> Any | None:
-        """The value of an expression in which a size occurs that the example changes. None for any other."""
+        """Evaluate an expression that contains a size that the example changes; return None for any other."""
         real: dict[Any, Any] = {}
         changed = False
         for symbol in expr.free_symbols:
-            places = list(_places_of(env, symbol))
-            if not places:
+            dims = list(_dims_of_symbol(env, symbol))
+            if not dims:
                 return None  # not the size of an input
-            i, d = places[0]
+            i, d = dims[0]
             real[symbol] = sympy.Integer(self.sizes[i][d])
-            changed = changed or not self._changed.isdisjoint(places)
+            changed = changed or not self._changed.isdisjoint(dims)
         return expr.xreplace(real) if changed else None
 
 
 _SOURCE = re.compile(r"\[(\d+)\]\.size\(\)\[(\d+)\]$")
 
 
-def _places_of(env: ShapeEnv, symbol: Any) -> Iterator[Place]:
-    """The places whose size a symbol was made for: `L['tensors'][3].size()[0]` is dimension 0 of tensor 3."""
+def _dims_of_symbol(env: ShapeEnv, symbol: Any) -> Iterator[InputDim]:
+    """Yield the dimensions whose size a symbol is: `L['tensors'][3].size()[0]` is dimension 0 of tensor 3."""
     sources: Iterable[Any] = env.var_to_sources.get(symbol, ())
     for source in sources:
-        found = _SOURCE.search(source.name() if callable(source.name) else source.name)
-        if found:
-            yield int(found[1]), int(found[2])
+        match = _SOURCE.search(source.name() if callable(source.name) else source.name)
+        if match:
+            yield int(match[1]), int(match[2])
 
 
 def _is_of_inputs(value: torch.SymInt | torch.SymBool) -> bool:
+    """Whether a symbolic value depends on the sizes of inputs only."""
     env = value.node.shape_env
-    return env is not None and all(any(_places_of(env, symbol)) for symbol in value.node.expr.free_symbols)
+    return env is not None and all(any(_dims_of_symbol(env, symbol)) for symbol in value.node.expr.free_symbols)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame that decides, where it is the user's or a layer's; None where it is PyTorch's shape arithmetic."""
-    while frame is not None and frame.f_code.co_filename in _MACHINERY:
+    """Return the frame that decides, if it is the user's or a layer's; None for PyTorch's shape arithmetic."""
+    while frame is not None and frame.f_code.co_filename in _SYMBOLIC_SIZE_FILES:
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_INSIDE):
+    if frame is None or frame.f_code.co_filename.startswith(_PYTORCH_DECIDES):
         return None
     return frame
 
 
 def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
-    """A tensor with other sizes in these dimensions: the order of its strides, dtype, device and requires_grad stay."""
+    """Make a tensor with other sizes in these dimensions, but the same stride order, dtype, device, requires_grad."""
     if not sizes:
         return _without_gradient(tensor)
     shape = [sizes.get(d, size) for d, size in enumerate(tensor.shape)]
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
-    back = [order.index(d) for d in range(tensor.ndim)]
-    made = torch.zeros([shape[d] for d in order], dtype=tensor.dtype, device=tensor.device).permute(back)
-    return made.requires_grad_(tensor.requires_grad)
+    inverse = [order.index(d) for d in range(tensor.ndim)]
+    resized = torch.zeros([shape[d] for d in order], dtype=tensor.dtype, device=tensor.device).permute(inverse)
+    return resized.requires_grad_(tensor.requires_grad)
 
 
 def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """PyTorch's export gives the sizes of a gradient symbols of their own, which are no input's."""
+    """Hide a tensor's `grad`: torch.export gives its sizes symbols that belong to no input."""
     if not tensor.is_leaf or tensor.grad is None:
         return tensor
-    alone = tensor.detach().requires_grad_(tensor.requires_grad)
-    return torch.nn.Parameter(alone, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else alone
+    detached = tensor.detach().requires_grad_(tensor.requires_grad)
+    return torch.nn.Parameter(detached, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else detached
 
 
-def attempts(
+def example_candidates(
     tensors: Sequence[torch.Tensor], suggested: Iterable[Example] = (), fixed: Collection[int] = ()
 ) -> list[Example]:
-    """Example sizes to try in order. The last is none: the real sizes, where 1 stays 1.
+    """Return the example sizes to try, in order; the last, empty one stands for the real sizes, where 1 stays 1.
 
     Args:
         tensors: the inputs of the call.
-        suggested: the sizes that earlier captures of such calls were made with, if only decisions rule them out.
-        fixed: the numbers of the inputs whose sizes are not open.
+        suggested: the example sizes of earlier captures that only a size decision excludes for this call.
+        fixed: the indices of the inputs whose dimensions are all static.
     """
-    open_ = [(i, tensor) for i, tensor in enumerate(tensors) if i not in fixed]
-    ones = {(i, d) for i, tensor in open_ for d, size in enumerate(tensor.shape) if size == 1}
-    # A batch of one: every input has it. Elsewhere a size of 1 is there to be broadcast.
-    batch = {(i, 0) for i, tensor in open_ if tensor.ndim}
-    # A sequence of one token: all have it that are [batch, length] (ids, masks, labels) or [batch, length, width].
+    dynamic = [(i, tensor) for i, tensor in enumerate(tensors) if i not in fixed]
+    ones = {(i, d) for i, tensor in dynamic for d, size in enumerate(tensor.shape) if size == 1}
+    # A batch of one, if all inputs have it. Any other size of 1 is meant to be broadcast.
+    batch = {(i, 0) for i, tensor in dynamic if tensor.ndim}
+    # A sequence of one token, if all inputs of shape [batch, length] (ids, masks, labels) or [batch, length, width] do.
     tokens = {
-        (i, 1) for i, tensor in open_ if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point())
+        (i, 1) for i, tensor in dynamic if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point())
     }
-    guesses = [part for part in (batch, tokens) if part and part <= ones]
-    found = list(suggested)
-    if len(guesses) == 2:
-        found.append(dict.fromkeys(batch | tokens, _GENERIC))
-    found += [dict.fromkeys(guess, _GENERIC) for guess in guesses]
-    return [*found, {}]
+    resizable = [dims for dims in (batch, tokens) if dims and dims <= ones]
+    candidates = list(suggested)
+    if len(resizable) == 2:
+        candidates.append(dict.fromkeys(batch | tokens, _GENERIC_SIZE))
+    candidates += [dict.fromkeys(dims, _GENERIC_SIZE) for dims in resizable]
+    return [*candidates, {}]

@@ -16,8 +16,9 @@ import torch
 from torch.backends import mha
 
 from onnxtrain.capture.key.self_check import notices_each_change
-from onnxtrain.capture.key.snapshot import PLAIN_TENSORS, Reads, Snapshot, attribute_reads
+from onnxtrain.capture.key.snapshot import Reads, Snapshot, attribute_reads
 from onnxtrain.capture.key.surroundings import Surroundings
+from onnxtrain.capture.structure import PLAIN_TENSORS
 from onnxtrain.torch_compat.dispatch import count_function_modes, is_any_autocast_enabled, is_device_context
 from onnxtrain.torch_compat.modes import (
     count_dispatch_modes,

@@ -21,14 +21,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.modules import module as torch_module
 
-from onnxtrain.capture.four_bit_weights import parts, quantization
+from onnxtrain.capture.four_bit_weights import quantization_state, state_tensors
 from onnxtrain.capture.source_line import PACKAGE, PYTORCH
-from onnxtrain.capture.structure import constant_key
+from onnxtrain.capture.structure import PLAIN_TENSORS, constant_key
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.patch_points import MODULE_GETATTRIBUTE
 from onnxtrain.torch_compat.tensors import TENSOR_GUARDS, negated_view, version_of
 
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 Reads: TypeAlias = Collection[tuple[int, str]]  # id of a module, name of an attribute; the name "*" stands for all
 
 _TensorGuards: Any = TENSOR_GUARDS.get()
@@ -234,12 +233,12 @@ class Snapshot:
 
     def quantized(self, owner: torch.nn.Module, name: str, variable: str, value: torch.Tensor, where: str) -> None:
         """What a quantized weight, `variable` in the source, is quantized with."""
-        state = quantization(value)
+        state = quantization_state(value)
         if state is None:
             return
         self.value("quantization", where, state, 0, 0)
         self.may_differ(f"{variable}.quant_state is not {self.bind(state)}")
-        for way, tensor in parts(value).items():
+        for way, tensor in state_tensors(value).items():
             if self.is_named(owner, f"{name}.{way}"):
                 self.tensor((id(owner), f"{name}.{way}"), f"{variable}.{way}", tensor, f"{where}.{way}")
 

@@ -27,7 +27,6 @@ from onnxtrain.capture.key.snapshot import (
     DEEPEST_OBJECT,
     LARGEST,
     OPAQUE,
-    PLAIN_TENSORS,
     SINGLETONS,
     VALUES,
     Same,
@@ -37,6 +36,7 @@ from onnxtrain.capture.key.snapshot import (
     submodules,
 )
 from onnxtrain.capture.source_line import in_code, in_error
+from onnxtrain.capture.structure import PLAIN_TENSORS
 from onnxtrain.errors import CaptureError
 
 _MOST_PLACES = 5000  # where more can be reached, the rest is not watched

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.capture import Captured, Run
+from onnxtrain.capture.capture import Captured, ForwardCall
 from onnxtrain.capture.key.executed_code import Executed, file_hash, global_values
 from onnxtrain.capture.key.fingerprint import Fingerprints, NotStorableError, digest, versions
 from onnxtrain.capture.key.key import environment, tensor_facts
@@ -54,10 +54,10 @@ class CaptureCache:
 
     def capture(
         self,
-        make: Callable[[Run], Captured],
+        make: Callable[[ForwardCall], Captured],
         structure: Structure,
         tensors: Sequence[torch.Tensor],
-        run: Run | None = None,
+        run: ForwardCall | None = None,
         fixed_sizes: Collection[int] = (),
     ) -> Captured:
         """The capture from disk, or what `make` gives, which is then kept.
@@ -152,7 +152,7 @@ class CaptureCache:
         if file is None:
             return captured
         LOG.info("%s: the capture is kept in %s", type(self._module).__name__, file)
-        return replace(captured, stored=file.name)
+        return replace(captured, stored_name=file.name)
 
     # What a capture depends on
 
@@ -173,7 +173,7 @@ class CaptureCache:
         self,
         structure: Structure,
         tensors: Sequence[torch.Tensor],
-        run: Run | None,
+        run: ForwardCall | None,
         fixed_sizes: Collection[int],
     ) -> str:
         found = self._fingerprints()

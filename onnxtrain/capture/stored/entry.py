@@ -16,7 +16,7 @@ import sympy
 
 from onnxtrain.capture.capture import Captured, Mutation, Source
 from onnxtrain.capture.effects.written_views import WrittenView
-from onnxtrain.capture.guards.guards import Guards, KeptGuards
+from onnxtrain.capture.guards.guards import Guards, StoredGuards
 from onnxtrain.capture.key.executed_code import Files, Globals
 from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.stored import expressions, graph
@@ -57,12 +57,12 @@ def to_bytes(captured: Captured, conditions: Conditions) -> bytes:
         "form": FORM,
         "conditions": asdict(conditions),
         "sources": [asdict(source) for source in captured.sources],
-        "results": captured.results,
+        "results": captured.result_count,
         "mutations": [asdict(mutation) for mutation in captured.mutations],
         "written_views": [asdict(view) for view in captured.written_views],
         "sizes": captured.sizes,
         "output": output_to_json(captured.output),
-        "guards": _guards_to_json(captured.guards.kept()),
+        "guards": _guards_to_json(captured.guards.to_stored()),
         "beside": beside,
     }
     file = io.BytesIO()
@@ -95,14 +95,14 @@ class Entry:
         return Captured(
             model=graph.from_bytes(self._archive.read(_GRAPH), rest["beside"]),
             sources=tuple(Source(**source) for source in rest["sources"]),
-            results=rest["results"],
+            result_count=rest["results"],
             mutations=tuple(Mutation(**mutation) for mutation in rest["mutations"]),
             written_views=tuple(map(_written_view, rest["written_views"])),
             sizes=tuple(rest["sizes"]),
             output=output_from_json(rest["output"]),
             guards=self.guards,
             reads=reads,
-            stored=name,
+            stored_name=name,
         )
 
 
@@ -112,18 +112,18 @@ def _written_view(parts: Mapping[str, Any]) -> WrittenView:
     return WrittenView(parts["result"], parts["target"], target_strides, tuple(parts["strides"]), parts["offset"])
 
 
-def _guards_to_json(kept: KeptGuards) -> Any:
-    own = set(kept.symbols)
-    sizes = [size for shape in kept.shapes for size in shape if not isinstance(size, int)]
-    for expr in (*sizes, *(expr for expr, _ in kept.conditions)):
+def _guards_to_json(stored: StoredGuards) -> Any:
+    own = set(stored.symbols)
+    sizes = [size for shape in stored.shapes for size in shape if not isinstance(size, int)]
+    for expr in (*sizes, *(expr for expr, _ in stored.conditions)):
         if not expr.free_symbols <= own:
             raise NotStorableError(f"a condition on sizes is about {expr}, which is no size of an input")
     return {
-        "names": kept.names,
-        "symbols": [[str(symbol), *place] for symbol, place in kept.symbols.items()],
-        "shapes": [[s if isinstance(s, int) else expressions.to_json(s) for s in shape] for shape in kept.shapes],
-        "conditions": [[expressions.to_json(expr), soft] for expr, soft in kept.conditions],
-        "proven": kept.proven,
+        "names": stored.names,
+        "symbols": [[str(symbol), *place] for symbol, place in stored.symbols.items()],
+        "shapes": [[s if isinstance(s, int) else expressions.to_json(s) for s in shape] for shape in stored.shapes],
+        "conditions": [[expressions.to_json(expr), soft] for expr, soft in stored.conditions],
+        "proven": stored.proven,
     }
 
 
@@ -132,11 +132,11 @@ def _guards_from_json(parts: Any) -> Guards:
     shapes = [
         [s if isinstance(s, int) else expressions.from_json(s, symbols) for s in shape] for shape in parts["shapes"]
     ]
-    kept = KeptGuards(
+    stored = StoredGuards(
         names=tuple(map(str, parts["names"])),
         shapes=shapes,
         symbols={symbols[str(name)]: (int(tensor), int(axis)) for name, tensor, axis in parts["symbols"]},
         conditions=[(expressions.from_json(expr, symbols), bool(soft)) for expr, soft in parts["conditions"]],
         proven=tuple(tuple(map(tuple, sizes)) for sizes in parts["proven"]),
     )
-    return Guards.of(kept)
+    return Guards.from_stored(stored)

@@ -61,4 +61,4 @@ def nodes(captured: Captured) -> list[Any]:
         outputs = [(number(v), v.dtype, str(v.shape)) for v in node.outputs]
         found.append((node.op_type, attributes, [number(v) for v in node.inputs], outputs))
     outputs = [number(v) for v in graph.outputs]
-    return [*found, outputs, captured.sources, captured.mutations, captured.results, captured.sizes]
+    return [*found, outputs, captured.sources, captured.mutations, captured.result_count, captured.sizes]

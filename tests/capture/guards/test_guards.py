@@ -1,4 +1,4 @@
-"""One capture serves every size at which it is right, and no other."""
+"""A capture is used at exactly the sizes at which it is valid."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from onnxtrain.capture.guards.guards import Guards, compile_guards
-from onnxtrain.capture.guards.size_decisions import Decisions, attempts
+from onnxtrain.capture.guards.size_decisions import SizeDecisions, example_candidates
 from onnxtrain.errors import CaptureError
 
 Forward = Callable[..., Any]
 Shapes = Sequence[tuple[int, ...]]
 
 
-class Flat(torch.nn.Module):
+class FunctionModule(torch.nn.Module):
     def __init__(self, forward: Forward) -> None:
         super().__init__()
         self.module = forward if isinstance(forward, torch.nn.Module) else None
@@ -38,25 +38,27 @@ class Flat(torch.nn.Module):
 class Capture:
     program: Any
     guards: Guards
-    decisions: Decisions
+    decisions: SizeDecisions
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         module = self.program.module(check_guards=False)
-        module._forward_pre_hooks.clear()  # they ask for sizes of at least 2
+        module._forward_pre_hooks.clear()  # they assert sizes of at least 2
         return module(*tensors)
 
 
 def export(forward: Forward, tensors: Sequence[torch.Tensor], example: Any = None) -> Capture:
-    decisions = Decisions(tensors, example)
+    decisions = SizeDecisions(tensors, example)
     dims = (tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in tensors),) if tensors else None
-    with decisions.noted():
-        program = torch.export.export(Flat(forward), tuple(decisions.examples), dynamic_shapes=dims, strict=False)
+    with decisions.recording():
+        program = torch.export.export(
+            FunctionModule(forward), tuple(decisions.examples), dynamic_shapes=dims, strict=False
+        )
     program = program.run_decompositions({})
     return Capture(program, compile_guards(program, [f"x{i}" for i in range(len(tensors))], decisions), decisions)
 
 
 class Engine:
-    """Captures as the real one does."""
+    """Captures and chooses captures as onnxtrain's engine does."""
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
@@ -81,11 +83,11 @@ class Engine:
 
     def capture(self, tensors: Sequence[torch.Tensor]) -> Capture:
         suggested = [example for c in self.captures if (example := c.guards.suggestion(tensors)) is not None]
-        examples = attempts(tensors, suggested)
+        examples = example_candidates(tensors, suggested)
         for example in examples[:-1]:
             try:
                 capture = export(self.forward, tensors, example)
-            except Exception:  # noqa: BLE001  # the user's forward does not take this example
+            except Exception:  # noqa: BLE001  # forward rejects these sizes
                 continue
             if capture.guards(tensors):
                 return capture
@@ -114,8 +116,8 @@ def captures_of(forward: Forward, calls: Sequence[Shapes]) -> int:
     return len(engine.captures)
 
 
-# Each runs right at all these sizes, in this order, on so many captures.
-SERVED: dict[str, tuple[Forward, list[Shapes], int]] = {
+# Each is correct at all these sizes, in this order, with at most so many captures.
+CASES: dict[str, tuple[Forward, list[Shapes], int]] = {
     "elementwise": (lambda x: x * 2, [[(4, 3)], [(1, 3)], [(4, 1)], [(1, 1)]], 1),
     "elementwise from 1": (lambda x: x * 2, [[(1, 3)], [(4, 3)], [(1, 7)]], 1),
     "reductions": (lambda x: (x.sum(0), x.softmax(1), x.std(0)), [[(4, 3)], [(1, 3)], [(4, 1)]], 1),
@@ -167,13 +169,13 @@ SERVED: dict[str, tuple[Forward, list[Shapes], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_right_at_all_sizes(name: str) -> None:
-    forward, calls, captures = SERVED[name]
+@pytest.mark.parametrize("name", CASES)
+def test_correct_at_all_sizes(name: str) -> None:
+    forward, calls, captures = CASES[name]
     assert captures_of(forward, calls) <= captures
 
 
-def test_layers_that_decide_from_sizes_raise_as_in_eager() -> None:
+def test_layers_that_check_sizes_raise_as_in_eager() -> None:
     norm = torch.nn.BatchNorm1d(6, affine=False, track_running_stats=False)
     engine = Engine(norm)
     x = torch.randn(4, 6)
@@ -189,7 +191,7 @@ def test_layers_that_decide_from_sizes_raise_as_in_eager() -> None:
     "sizes",
     [
         [(2, 5), (1, 5), (3, 1), (1, 1)],
-        pytest.param([(1, 5), (2, 7), (1, 1)], marks=pytest.mark.slow),  # less than to begin with (1, 1)
+        pytest.param([(1, 5), (2, 7), (1, 1)], marks=pytest.mark.slow),  # weaker than one that starts with (1, 1)
         [(1, 1), (2, 7)],
     ],
     ids=str,
@@ -216,32 +218,32 @@ def guards_of(forward: Forward, *shapes: tuple[int, ...]) -> Guards:
     return export(forward, tensors_of(shapes)).guards
 
 
-def test_explanations() -> None:
+def test_explain_names_the_failing_condition() -> None:
     guards = guards_of(lambda x, y: (x if x.shape[1] > 3 else -x) + y, (4, 5), (4, 5))
     assert guards.explain(tensors_of([(2, 6), (2, 6)])) == ""
-    words = guards.explain(tensors_of([(2, 6), (3, 6)]))
-    assert "x0.size(0) == x1.size(0)" in words or "x1.size(0) == x0.size(0)" in words
-    assert "x0.size(0) = 2" in words
-    words = guards.explain(tensors_of([(2, 3), (2, 3)]))
-    assert "forward would decide otherwise" in words
-    assert f"{__file__}:" in words
-    assert ".size(1) = 3" in words
+    text = guards.explain(tensors_of([(2, 6), (3, 6)]))
+    assert "x0.size(0) == x1.size(0)" in text or "x1.size(0) == x0.size(0)" in text
+    assert "x0.size(0) = 2" in text
+    text = guards.explain(tensors_of([(2, 3), (2, 3)]))
+    assert "forward would decide otherwise" in text
+    assert f"{__file__}:" in text
+    assert ".size(1) = 3" in text
     fixed = guards_of(lambda x: x @ torch.ones(3, 2), (4, 3))
-    assert fixed.explain(tensors_of([(4, 5)])) == "x0.size(1) is 5, and it was 3"
+    assert fixed.explain(tensors_of([(4, 5)])) == "x0.size(1) is 5, and was 3 at the capture"
     assert "is 0" in fixed.explain(tensors_of([(0, 3)]))
     squeezed = guards_of(lambda x: x.squeeze(0), (4, 3))
     assert "squeeze" in squeezed.explain(tensors_of([(1, 3)]))
 
 
-# What only the elements tell.
+# Data-dependent sizes
 
 SELECTED: dict[str, Forward] = {
     "rows": lambda x: x[x[:, 0] > 0] * 2,
     "two of one mask": lambda x: (x[x[:, 0] > 0], x[x[:, 0] > 0].sum(0).expand(x[x[:, 0] > 0].shape[0], -1)),
     "concatenated": lambda x: torch.cat([x[x[:, 0] > 0], x[x[:, 0] <= 0]]),
-    "product": lambda x: x[x[:, 0] > 0] @ x[x[:, 0] > 0].t(),
+    "matmul": lambda x: x[x[:, 0] > 0] @ x[x[:, 0] > 0].t(),
     "reshaped": lambda x: x[x > 0].reshape(-1, 1),
-    "places": lambda x: ((x > 0).nonzero(), x[torch.where(x > 0)]),
+    "positions": lambda x: ((x > 0).nonzero(), x[torch.where(x > 0)]),
     "size as a number": lambda x: x * x[x > 0].shape[0],
     "element as a size": lambda x: torch.ones((x > 0).sum().item()) * 2,
 }
@@ -257,25 +259,25 @@ def test_selected_elements_are_one_capture(name: str) -> None:
     assert len(engine.captures) == 1
 
 
-ASSUMED: dict[str, Forward] = {
-    "two masks select as many": lambda x: x[x[:, 0] > 0] + x[x[:, 1] > 0],
+CONSTRAINED: dict[str, Forward] = {
+    "two masks select equally many": lambda x: x[x[:, 0] > 0] + x[x[:, 1] > 0],
     "as many as another size": lambda x: x[x[:, 0] > 0][:, 0] + x[0],
     "no more than another size": lambda x: x[x[:, 0] > 0] + torch.ones_like(x)[: x[x[:, 0] > 0].shape[0]],
     "not 1": lambda x: x[x[:, 0] > 0].squeeze(0) * 2,
 }
 
 
-@pytest.mark.parametrize("name", ASSUMED)
-def test_what_is_assumed_of_the_number_of_selected_elements_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_assumptions_on_data_dependent_sizes_are_refused(name: str) -> None:
     with pytest.raises(CaptureError, match="some numbers of selected elements"):
-        export(ASSUMED[name], [torch.tensor([[1.0, 1, 1], [1, 1, 1], [1, 1, 1], [-1, -1, -1]])])
+        export(CONSTRAINED[name], [torch.tensor([[1.0, 1, 1], [1, 1, 1], [1, 1, 1], [-1, -1, -1]])])
 
 
-def test_places_that_stay_open() -> None:
-    assert guards_of(lambda x, y: x @ torch.ones(3, 2) + y, (4, 3), (1,)).open == {(0, 0)}
+def test_dynamic_dims() -> None:
+    assert guards_of(lambda x, y: x @ torch.ones(3, 2) + y, (4, 3), (1,)).dynamic_dims == {(0, 0)}
 
 
-def test_without_decisions_sizes_that_were_not_assumed_are_refused() -> None:
+def test_without_decisions_only_assumed_sizes_are_valid() -> None:
     captured = export(lambda x: x * 2, tensors_of([(4, 3)]))
     guards = compile_guards(captured.program, ["x"])
     assert guards(tensors_of([(2, 2)]))
@@ -283,7 +285,7 @@ def test_without_decisions_sizes_that_were_not_assumed_are_refused() -> None:
     assert "decided" in guards.explain(tensors_of([(1, 3)]))
 
 
-def test_the_proof_leaves_no_trace() -> None:
+def test_the_shape_proof_has_no_side_effects() -> None:
     guards = guards_of(lambda x: F.dropout(x, 0.5).squeeze(1), (4, 3))
     state = torch.get_rng_state()
     with torch.autocast("cpu"):
@@ -293,34 +295,34 @@ def test_the_proof_leaves_no_trace() -> None:
     assert tensors[0].grad_fn is None
 
 
-def test_pytorch_is_left_as_it_was() -> None:
+def test_recording_restores_pytorch() -> None:
     evaluate, greater = ShapeEnv.evaluate_expr, torch.SymInt.__gt__
-    decisions = Decisions(tensors_of([(4, 3)]))
-    with decisions.noted():
+    decisions = SizeDecisions(tensors_of([(4, 3)]))
+    with decisions.recording():
         assert ShapeEnv.evaluate_expr is not evaluate
     assert ShapeEnv.evaluate_expr is evaluate
     assert torch.SymInt.__gt__ is greater
-    with pytest.raises(RuntimeError), decisions.noted():
+    with pytest.raises(RuntimeError), decisions.recording():
         raise RuntimeError
     assert ShapeEnv.evaluate_expr is evaluate
 
 
-def test_decisions_of_other_threads_are_not_noted() -> None:
-    decisions = Decisions(tensors_of([(4, 3)]))
+def test_decisions_of_other_threads_are_not_recorded() -> None:
+    decisions = SizeDecisions(tensors_of([(4, 3)]))
 
     def other() -> None:
         torch.export.export(
-            Flat(lambda x: x if x.shape[0] > 3 else -x),
+            FunctionModule(lambda x: x if x.shape[0] > 3 else -x),
             (torch.ones(4, 3),),
             dynamic_shapes=(({0: Dim.AUTO},),),
             strict=False,
         )
 
-    with decisions.noted():
+    with decisions.recording():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert not decisions.made
+    assert not decisions.recorded
 
 
 def test_decisions_see_real_sizes() -> None:
@@ -339,23 +341,23 @@ def test_decisions_see_real_sizes() -> None:
     assert not captured.guards(tensors_of([(1, 4)]))
 
 
-def test_examples_keep_what_is_not_size() -> None:
+def test_examples_keep_everything_but_sizes() -> None:
     x = torch.randn(3, 4, 5, 1).contiguous(memory_format=torch.channels_last).double().requires_grad_()
-    (example,) = Decisions([x], {(0, 3): 7}).examples
+    (example,) = SizeDecisions([x], {(0, 3): 7}).examples
     assert example.shape == (3, 4, 5, 7)
     assert example.is_contiguous(memory_format=torch.channels_last)
     assert (example.dtype, example.requires_grad, example.is_leaf) == (torch.float64, True, True)
-    assert Decisions([x], {(0, 3): 1}).examples[0] is x
+    assert SizeDecisions([x], {(0, 3): 1}).examples[0] is x
 
 
-def test_attempts() -> None:
+def test_example_candidates() -> None:
     ids, scores = torch.ones(1, 1, dtype=torch.long), torch.ones(1, 1)
-    assert attempts([torch.ones(2, 3)]) == [{}]
-    assert attempts([torch.ones(1, 3), torch.ones(2, 3)]) == [{}]  # to be broadcast
-    assert [set(e) for e in attempts([torch.ones(1, 3), torch.ones(1)])] == [{(0, 0), (1, 0)}, set()]
-    assert set(attempts([ids, ids])[0]) == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    assert set(attempts([ids, scores])[0]) == {(0, 0), (0, 1), (1, 0)}
-    assert attempts([ids], [{(0, 1): 9}])[0] == {(0, 1): 9}
+    assert example_candidates([torch.ones(2, 3)]) == [{}]
+    assert example_candidates([torch.ones(1, 3), torch.ones(2, 3)]) == [{}]  # to be broadcast
+    assert [set(e) for e in example_candidates([torch.ones(1, 3), torch.ones(1)])] == [{(0, 0), (1, 0)}, set()]
+    assert set(example_candidates([ids, ids])[0]) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert set(example_candidates([ids, scores])[0]) == {(0, 0), (0, 1), (1, 0)}
+    assert example_candidates([ids], [{(0, 1): 9}])[0] == {(0, 1): 9}
 
 
 def test_guards_are_fast(record_property: Any) -> None:
