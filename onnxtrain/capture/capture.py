@@ -24,7 +24,7 @@ from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.convert.convert import convert
 from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.effects.escaped_tensors import FakesMade
@@ -316,7 +316,7 @@ def _export(wrapper: _Wrapper, decisions: SizeDecisions) -> ExportedProgram:
     except Exception as error:  # forward and torch.export may raise anything
         raise CaptureError(
             f"forward of {type(wrapper.module).__name__} cannot be captured: {summary(error)}",
-            where=source_line.in_error(error),
+            where=source_location.of_error(error),
             todo=f"the module runs in PyTorch; {_to_do(error)}",
         ) from error
 
@@ -365,7 +365,7 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
     except Exception as error:  # PyTorch's tracing raises anything
         raise CaptureError(
             f"PyTorch failed to functionalize the exported graph: {summary(error)}",
-            where=source_line.in_error(error),
+            where=source_location.of_error(error),
             todo="the module runs in PyTorch",
         ) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.errors import GraphError, KernelError, OnnxTrainError, ORTModuleFallbackException, PythonOpError
 
 
@@ -47,4 +47,4 @@ def _is_bug(error: Exception) -> bool:
 
 
 def _source_location(error: Exception) -> str | None:
-    return error.where if isinstance(error, OnnxTrainError) else source_line.in_error(error)
+    return error.where if isinstance(error, OnnxTrainError) else source_location.of_error(error)

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Console(stderr=True).print(str(error), style="red", markup=False, soft_wrap=True)
         return USAGE if isinstance(error, OptionError) else FAILED
     except Exception as error:
-        from onnxtrain.capture.source_line import hide_own_frames  # noqa: PLC0415  needs torch, which --help does not
+        from onnxtrain.capture.source_location import hide_own_frames  # noqa: PLC0415  needs torch, which --help does not
 
         if not hide_own_frames(error):
             raise

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.source_line import hide_own_frames
+from onnxtrain.capture.source_location import hide_own_frames
 from onnxtrain.cli.argument_types import positive
 from onnxtrain.device.onnx_module import OnnxModule
 from onnxtrain.errors import OnnxTrainError, OptionError

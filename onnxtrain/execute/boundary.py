@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.effects.written_views import WrittenView
-from onnxtrain.capture.source_line import hide_own_frames
+from onnxtrain.capture.source_location import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
 from onnxtrain.ops.python_function.run_context import rerun_until_settled

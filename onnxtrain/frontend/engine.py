@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.capture import Captured, ForwardCall, capture
 from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, capture_is_under_way
@@ -407,7 +407,7 @@ class Engine:
         if self._entry_point.is_piece:
             LOG.info(text)
         else:
-            warnings.warn(text, UserWarning, stacklevel=source_line.depth_of_caller())
+            warnings.warn(text, UserWarning, stacklevel=source_location.depth_of_caller())
 
 
 def set_up(engine: Engine, name: str, options: Options) -> Call:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from onnxtrain.capture.refusals import refuse_module
-from onnxtrain.capture.source_line import depth_of_caller, hide_own_frames
+from onnxtrain.capture.source_location import depth_of_caller, hide_own_frames
 from onnxtrain.errors import ORTModuleTorchModelException
 from onnxtrain.frontend.dynamo import pieces
 from onnxtrain.frontend.engine import Engine, EntryPoint, set_up

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from onnxtrain.capture.refusals import refuse_module
-from onnxtrain.capture.source_line import hide_own_frames
+from onnxtrain.capture.source_location import hide_own_frames
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.frontend.dynamo import pieces

@@ -1,7 +1,7 @@
-"""From PyTorch's exported graph to ONNX: each ATen call becomes what its definition says.
+"""Convert an exported FX graph of ATen calls to an ONNX graph.
 
-The definitions hold the knowledge (`OpDef.from_torch`); this module walks the FX graph, carries names, types, module
-paths and source lines over, and checks every output against the type that PyTorch gave it.
+The definitions of the ops say how to convert each call (`OpDef.from_torch`). This module walks the FX graph, copies
+names, types, module paths and source locations, and checks every output against the type that PyTorch gave it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 from torch.export.exported_program import ExportedProgram
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.convert.aten_gradient import TracedGradient
 from onnxtrain.capture.convert.symbolic_sizes import fixed_number, number_from_sizes, size_of, tensor_type
 from onnxtrain.capture.export.checkpoint_regions import REGION, region_of
@@ -38,55 +38,56 @@ from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
-# Calls that only state what is already known of sizes and types: the guards hold them.
-_STATEMENTS = re.compile(
+# Calls that only assert facts about sizes and types, which the guards check, or read a size.
+_ASSERTIONS_AND_SIZES = re.compile(
     r"^aten\.(_assert_scalar|_assert_tensor_metadata|sym_constrain_range\w*)\.|^aten\.sym_(size|stride|numel)"
 )
 
-_LITERAL = 64  # elements of a tensor that a trace may hold as it is
+_LARGEST_LITERAL = 64  # elements of a tensor constant that a traced gradient may contain
 
-# Norms that are given running statistics and leave them as they are.
+# Norms that take running statistics and do not update them.
 _WITHOUT_UPDATES = (
     NATIVE_BATCH_NORM_FUNCTIONAL.default,
     NATIVE_BATCH_NORM_NO_TRAINING.default,
 )
 
 # `tensor.item()`, before and after functionalization.
-_READS = ("aten.item.default", "aten._local_scalar_dense.default")
+_ITEM = ("aten.item.default", "aten._local_scalar_dense.default")
 
 
 def is_convertible(program: ExportedProgram, *, with_casts: bool = False) -> bool:
-    """Whether an export can be converted as it is, before functionalization (which takes as long as the export).
+    """Whether an export can be converted without functionalization (which takes as long as the export).
 
-    It can where autocast is off or its casts are there (`with_casts`), and every call is defined and changes nothing.
+    That requires that autocast is off or its casts are explicit (`with_casts`), and that every call has a definition
+    and mutates nothing.
     """
     if is_any_autocast_enabled() and not with_casts:
         return False
     return not any(
-        node.op == "get_attr" or (node.op == "call_function" and not _is_plain_call(node))
+        node.op == "get_attr" or (node.op == "call_function" and not _is_functional_call(node))
         for node in program.graph.nodes
     )
 
 
-def _is_plain_call(node: torch.fx.Node) -> bool:
+def _is_functional_call(node: torch.fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
     return (
         not schema_of(target).is_mutable
         and not _may_update_buffers(node, target)
-        and (str(target) in FROM_TORCH or bool(_STATEMENTS.match(str(target))) or str(target) in _READS)
+        and (str(target) in FROM_TORCH or bool(_ASSERTIONS_AND_SIZES.match(str(target))) or str(target) in _ITEM)
     )
 
 
 def _may_update_buffers(node: torch.fx.Node, target: OpOverload) -> bool:
-    """Whether a call is given running statistics, which norms update without that their schemas say so."""
+    """Whether a call takes running statistics, which norms update although their schemas do not say so."""
     if target in _WITHOUT_UPDATES:
         return False
-    given = zip(schema_of(target).arguments, node.args, strict=False)
+    positional = zip(schema_of(target).arguments, node.args, strict=False)
     return any(
         a.name.startswith("running_") and isinstance(value, torch.fx.Node)
-        for a, value in [*given, *((a, node.kwargs.get(a.name)) for a in schema_of(target).arguments)]
+        for a, value in [*positional, *((a, node.kwargs.get(a.name)) for a in schema_of(target).arguments)]
     )
 
 
@@ -99,8 +100,8 @@ class Converted:
     """The ONNX graph of an exported program.
 
     Attributes:
-        model: inputs are the program's placeholders, outputs its outputs that are tensors.
-        outputs: for each output of the program, its value, or a Python constant.
+        model: the graph; its inputs are the program's placeholders, its outputs the program's tensor outputs.
+        outputs: for each output of the program, its value in the graph, or a Python constant.
     """
 
     def __init__(self, model: ir.Model, outputs: list[Any]) -> None:
@@ -109,29 +110,24 @@ class Converted:
 
 
 def convert(program: ExportedProgram, name: str) -> Converted:
-    """Converts `program` (functional ATen, after `run_decompositions({})`).
+    """Convert `program`, whose graph must be functional ATen.
 
     Raises:
-        UnsupportedOperatorError: a call that has no form in the graph, with the user's line.
+        UnsupportedOperatorError: a call has no ONNX or ATen node; names its source location.
     """
     refuse_hidden_casts(program, FROM_TORCH)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name)
     walk = _Walk(builder(graph), graph)
     for node in program.graph.nodes:
         walk.visit(node)
-    graph.outputs.extend(_as_outputs(walk.op, walk.outputs))
+    graph.outputs.extend(v for v in walk.outputs if isinstance(v, ir.Value))
     _name_values(graph)
     graph.opset_imports.update({node.domain: 1 for node in graph if node.domain})
     return Converted(ir.Model(graph, ir_version=10, producer_name="onnxtrain"), walk.outputs)
 
 
-def _as_outputs(op: Builder, outputs: list[Any]) -> list[ir.Value]:
-    """The tensors among the outputs; sizes that are returned become tensors' business of the caller."""
-    return [v for v in outputs if isinstance(v, ir.Value)]
-
-
 class _Walk:
-    """Visits the nodes of an FX graph in order. With `known`, it is a graph inside another: see `inline`."""
+    """Converts the nodes of an FX graph in order. With `known`, it adds them to an existing graph: see `inline`."""
 
     def __init__(self, op: Builder, graph: ir.Graph, known: Mapping[torch.fx.Node, Any] | None = None) -> None:
         self.op = op
@@ -139,7 +135,7 @@ class _Walk:
         self._graph = graph
         self._origin = dict(op.origin) if known is not None else None
         self._values: dict[torch.fx.Node, Any] = dict(known or {})
-        self._elements: dict[str, torch.fx.Node] = {}  # numbers that `tensor.item()` gave, by symbol
+        self._items: dict[str, torch.fx.Node] = {}  # the calls of `tensor.item()`, by the symbol of the result
 
     def visit(self, node: torch.fx.Node) -> None:
         if node in self._values:
@@ -150,19 +146,26 @@ class _Walk:
             case "call_function":
                 self._call(node)
             case "output":
-                self.outputs = [self._output(a) for a in node.args[0]]  # type: ignore[union-attr]
+                self.outputs = [self._converted_output(a) for a in node.args[0]]  # type: ignore[union-attr]
             case "get_attr":
                 self._constant(node)
             case _:
                 raise UnsupportedOperatorError(
-                    f"an FX node of kind {node.op} in the exported graph", where=line_of(node)
+                    "the exported graph contains a node of an unsupported kind",
+                    where=source_location.of_node(node),
+                    expected="placeholder, call_function, get_attr or output",
+                    got=node.op,
+                    todo="the module runs in PyTorch; please report it with the module",
                 )
 
-    def _output(self, argument: Any) -> Any:
+    def _converted_output(self, argument: Any) -> Any:
         value = self._argument(argument)
         if value is None and isinstance(argument, torch.fx.Node) and isinstance(_value(argument), torch.Tensor):
             raise UnsupportedOperatorError(
-                f"{argument.name}: a result that the operator's definition does not give", where=line_of(argument)
+                f"the graph does not compute the result {argument.name}, which forward returns",
+                where=source_location.of_node(argument),
+                got=str(argument.target),
+                todo="the module runs in PyTorch; do not return this result of the operator",
             )
         return value
 
@@ -179,10 +182,15 @@ class _Walk:
     def _constant(self, node: torch.fx.Node) -> None:
         if node.op == "get_attr" and self._origin is not None:
             tensor = getattr(node.graph.owning_module, str(node.target))
-            if type(tensor) is torch.Tensor and tensor.numel() <= _LITERAL:
+            if type(tensor) is torch.Tensor and tensor.numel() <= _LARGEST_LITERAL:
                 self._values[node] = self.op.constant(tensor.cpu().numpy(), ONNX_DTYPES[tensor.dtype])
                 return
-        raise UnsupportedOperatorError(f"the constant {node.target} inside the exported graph", where=line_of(node))
+        raise UnsupportedOperatorError(
+            f"the graph contains the attribute {node.target}, which a graph cannot represent",
+            where=source_location.of_node(node),
+            expected=f"a tensor of at most {_LARGEST_LITERAL} elements in a traced gradient",
+            todo="the module runs in PyTorch; please report it with the module",
+        )
 
     def _call(self, node: torch.fx.Node) -> None:
         target: Any = node.target
@@ -194,60 +202,61 @@ class _Walk:
             return
         if isinstance(example, (torch.SymInt, int)) and not isinstance(example, bool):
             self._values[node] = size_of(example)
-            if name in _READS:
-                self._size_from_element(node)
+            if name in _ITEM:
+                self._add_size_from_item(node)
             return
-        if name in _READS and isinstance(example, torch.SymFloat):
-            self._elements[str(example.node.expr)] = node
-        if _STATEMENTS.match(name) or (example is None and not node.users and not node.is_impure()):
+        if name in _ITEM and isinstance(example, torch.SymFloat):
+            self._items[str(example.node.expr)] = node
+        if _ASSERTIONS_AND_SIZES.match(name) or (example is None and not node.users and not node.is_impure()):
             return
         if isinstance(example, (torch.SymFloat, torch.SymBool, float, bool)):
             with self.op.at(self._origin_of(node)):
-                self._values[node] = self._plain_number(example, node)
+                self._values[node] = self._converted_number(example, node)
             return
         with self.op.at(self._origin_of(node)):
             self._values[node] = self._convert_call(node, target, name, example)
 
-    def _plain_number(self, example: Any, node: torch.fx.Node) -> Any:
-        """The number, a double that computes it, or the error to raise where an operator takes it.
+    def _converted_number(self, example: Any, node: torch.fx.Node) -> Any:
+        """Return the number, a double value that computes it, or the error to raise if an operator takes it.
 
-        A statement about sizes may well ignore it.
+        An assertion about sizes ignores its argument, so that the error is not raised for it.
         """
         if isinstance(example, (bool, float)):
             return example
-        known = example.node.maybe_as_float() if isinstance(example, torch.SymFloat) else example.node.maybe_as_bool()
-        if known is not None:
-            return known
+        is_float = isinstance(example, torch.SymFloat)
+        static = example.node.maybe_as_float() if is_float else example.node.maybe_as_bool()
+        if static is not None:
+            return static
         expr = example.node.expr
-        read = next((found for s in expr.free_symbols if (found := self._elements.get(str(s))) is not None), None)
-        if isinstance(example, torch.SymFloat) and node.users:
-            value = number_from_sizes(self.op, expr, self._element)
+        item = next((call for s in expr.free_symbols if (call := self._items.get(str(s))) is not None), None)
+        if is_float and node.users:
+            value = number_from_sizes(self.op, expr, self._item_as_double)
             if value is not None:
                 return value
-        what = "forward reads an element of a tensor as a number" if read else "forward uses a number made from sizes"
+        origin = "reads a tensor value as a Python number" if item else "computes a Python number from sizes"
         return UnsupportedOperatorError(
-            f"{what}, and computes with it",
-            where=line_of(read or node),
+            f"forward {origin}, and passes it to an operator",
+            where=source_location.of_node(item or node),
             got=str(example),
-            todo="compute it with tensor operations, or pass it in as a tensor",
+            todo="the module runs in PyTorch; compute the number with tensor operations, or pass it in as a tensor",
         )
 
-    def _element(self, symbol: str) -> ir.Value | None:
-        """The double that `tensor.item()` gave, which has no gradient; None for any other symbol."""
-        read = self._elements.get(symbol)
-        if read is None:
+    def _item_as_double(self, symbol: str) -> ir.Value | None:
+        """Return the result of `tensor.item()` as a double, which has no gradient; None for any other symbol."""
+        call = self._items.get(symbol)
+        if call is None:
             return None
-        source = self._argument(read.args[0])
+        source = self._argument(call.args[0])
         scalar = self.op.Reshape(source, self.op.constant([], ir.DataType.INT64)) if rank_of(source) else source
         return _detached(self.op, self.op.Cast(scalar, to=ir.DataType.DOUBLE))
 
-    def _size_from_element(self, node: torch.fx.Node) -> None:
-        """Lets the size that `tensor.item()` gives be found where sizes are looked for."""
+    def _add_size_from_item(self, node: torch.fx.Node) -> None:
+        """Register the result of `tensor.item()` as the value of its size symbol."""
         source, size = self._argument(node.args[0]), self._values[node]
         if isinstance(size, str):
             with self.op.at(self._origin_of(node)):
-                whole = source if source.dtype == ir.DataType.INT64 else self.op.Cast(source, to=ir.DataType.INT64)
-                vector = self.op.Reshape(whole, self.op.constant([1], ir.DataType.INT64))
+                integer = source if source.dtype == ir.DataType.INT64 else self.op.Cast(source, to=ir.DataType.INT64)
+                vector = self.op.Reshape(integer, self.op.constant([1], ir.DataType.INT64))
             self._graph.meta.setdefault("size_values", {})[size] = vector
 
     def _convert_call(self, node: torch.fx.Node, target: Any, name: str, example: Any) -> Any:
@@ -267,44 +276,46 @@ class _Walk:
             if convert_call and (target is PYTHON_OP or not any(e.is_complex() for e in _tensors(node, examples))):
                 try:
                     result = convert_call(self.op, *arguments, **keywords)
-                except (AttributeError, GraphError, TypeError, ValueError):  # an attribute holds no symbol
-                    known, names = _with_numbers(node, arguments, keywords)
-                    if (known, names) == (arguments, keywords):
+                except (AttributeError, GraphError, TypeError, ValueError):  # an attribute cannot be symbolic
+                    fixed, fixed_keywords = _with_fixed_sizes(node, arguments, keywords)
+                    if (fixed, fixed_keywords) == (arguments, keywords):
                         raise
-                    result = convert_call(self.op, *known, **names)
+                    result = convert_call(self.op, *fixed, **fixed_keywords)
             if result is NotImplemented:
-                known, names = _with_numbers(node, arguments, keywords, scalars=True)
-                result = self._aten(node, target, known, names, example)
+                fixed, fixed_keywords = _with_fixed_sizes(node, arguments, keywords, scalars_only=True)
+                result = self._aten(node, target, fixed, fixed_keywords, example)
         except (GraphError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UnsupportedOperatorError(
-                f"{name} could not be converted: {error}",
-                where=line_of(node),
-                todo="report this operator and its arguments",
+                f"the operator {name} could not be converted: {error}",
+                where=source_location.of_node(node),
+                todo="the module runs in PyTorch; please report this operator and its arguments",
             ) from error
-        self._check(node, name, result, examples)
+        self._check_types(node, name, result, examples)
         self._name_nodes(node, before)
         return result
 
     def _aten(self, node: torch.fx.Node, target: Any, arguments: Any, keywords: Any, example: Any) -> Any:
-        """A call without a definition, as an ATen node, with the gradient that PyTorch's autograd has for it."""
+        """Convert a call without a definition to an ATen node, with the gradient of PyTorch's autograd."""
         values = [_value(a) for a in pytree.tree_leaves((node.args, node.kwargs))]
         fakes = [v for v in values if isinstance(v, torch.Tensor)]
-        made = aten_node(self.op, target, arguments, keywords, [is_contiguous_or_false(t) for t in fakes])
-        self.op.graph.opset_imports.setdefault(made.domain, 1)
+        aten = aten_node(self.op, target, arguments, keywords, [is_contiguous_or_false(t) for t in fakes])
+        self.op.graph.opset_imports.setdefault(aten.domain, 1)
         symbolic = [v for v in values if isinstance(v, torch.SymInt) and isinstance(size_of(v), str)]
-        gradient = _gradient_of_call(made, fakes, symbolic)
+        gradient = _traced_gradient(aten, fakes, symbolic)
         flags: Sequence[bool] | None = None
         if gradient is not None:
-            made.meta["gradient"] = gradient
-            flags = gradient.differentiable(aten_call(made))
+            aten.meta["gradient"] = gradient
+            flags = gradient.differentiable(aten_call(aten))
         outputs = [
             v if flags is None or flags[i] or not is_differentiable_type(dtype_of(v)) else _detached(self.op, v)
-            for i, v in enumerate(made.outputs)
+            for i, v in enumerate(aten.outputs)
         ]
-        rest = iter(outputs)
-        return pytree.tree_map(lambda e: next(rest) if isinstance(e, torch.Tensor) else _plain_result(e, node), example)
+        tensors = iter(outputs)
+        return pytree.tree_map(
+            lambda e: next(tensors) if isinstance(e, torch.Tensor) else _non_tensor_result(e, node), example
+        )
 
-    def _check(self, node: torch.fx.Node, name: str, result: Any, examples: Any) -> None:
+    def _check_types(self, node: torch.fx.Node, name: str, result: Any, examples: Any) -> None:
         results = pytree.tree_leaves(result)
         for index, example in enumerate(examples):
             if not isinstance(example, torch.Tensor) or index >= len(results) or results[index] is None:
@@ -315,14 +326,15 @@ class _Walk:
             got = type_of(value)
             if got.dtype != expected.dtype or not _same_sizes(got, expected):
                 raise UnsupportedOperatorError(
-                    f"{name} was converted to a value of another type",
-                    where=line_of(node),
-                    expected=_show(expected),
-                    got=_show(got),
-                    todo="this is a bug of onnxtrain: the op's from_torch or shape rule is wrong",
+                    f"the operator {name} was converted to a value of another type than PyTorch's",
+                    where=source_location.of_node(node),
+                    expected=_spell(expected),
+                    got=_spell(got),
+                    todo="the module runs in PyTorch; this is a bug of the op's from_torch or shape function: please "
+                    "report it with the module",
                 )
             if value.const_value is None and got.shape != expected.shape and value.producer() is not None:
-                set_type(value, expected)  # equal under the guards; PyTorch's spelling is the one used from here on
+                set_type(value, expected)  # equal under the guards; use PyTorch's expression from here on
 
     def _origin_of(self, node: torch.fx.Node) -> dict[str, str]:
         return origin_of(node) if self._origin is None else {**self._origin, "aten": str(node.target)}
@@ -331,8 +343,8 @@ class _Walk:
         if self._origin is not None:
             return
         added = len(self._graph) - before
-        for back, inner in enumerate(islice(reversed(self._graph), added)):
-            inner.name = f"{node.name}.{added - 1 - back}" if back else node.name
+        for from_last, inner in enumerate(islice(reversed(self._graph), added)):
+            inner.name = f"{node.name}.{added - 1 - from_last}" if from_last else node.name
 
     def _argument(self, argument: Any) -> Any:
         match argument:
@@ -354,30 +366,31 @@ class _Walk:
         return argument
 
 
-def _with_numbers(
-    node: torch.fx.Node, arguments: list[Any], keywords: dict[str, Any], *, scalars: bool = False
+def _with_fixed_sizes(
+    node: torch.fx.Node, arguments: list[Any], keywords: dict[str, Any], *, scalars_only: bool = False
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A call's arguments with plain numbers in the place of those that follow from sizes, or of scalars only.
+    """Replace a call's symbolic sizes by their numbers in this capture; with `scalars_only`, those passed as scalars.
 
-    Those sizes are fixed by that: the guards hold them, and other sizes make another capture. With a symbol for a
-    scalar, the traced gradient of an ATen node would be that of PyTorch's example.
+    That makes these dimensions static: the guards check them, and other sizes lead to another capture. An ATen node
+    must not keep a symbol as a scalar, because its traced gradient would contain the number of PyTorch's example.
     """
     target: Any = node.target
     schema = schema_of(target).arguments if isinstance(target, OpOverload) else ()
-    of_type = {argument.name: argument.type for argument in schema}
+    type_of_argument = {argument.name: argument.type for argument in schema}
 
-    def number(name: str, given: Any, converted: Any) -> Any:
-        value = _value(given)
-        if isinstance(given, (list, tuple)) and not scalars:
-            return [number(name, g, c) for g, c in zip(given, converted, strict=True)]
+    def fix(name: str, argument: Any, converted: Any) -> Any:
+        value = _value(argument)
+        if isinstance(argument, (list, tuple)) and not scalars_only:
+            return [fix(name, a, c) for a, c in zip(argument, converted, strict=True)]
         if not isinstance(value, (torch.SymInt, torch.SymFloat)):
             return converted
-        return converted if scalars and not isinstance(of_type[name], torch.NumberType) else fixed_number(value)
+        is_scalar = isinstance(type_of_argument[name], torch.NumberType) if scalars_only else True
+        return fixed_number(value) if is_scalar else converted
 
-    named = zip((argument.name for argument in schema), node.args, arguments, strict=False)
+    positional = zip((argument.name for argument in schema), node.args, arguments, strict=False)
     return (
-        [number(*given) for given in named] or arguments,
-        {name: number(name, node.kwargs[name], value) for name, value in keywords.items()} if schema else keywords,
+        [fix(*argument) for argument in positional] or arguments,
+        {name: fix(name, node.kwargs[name], value) for name, value in keywords.items()} if schema else keywords,
     )
 
 
@@ -385,26 +398,26 @@ def _value(argument: Any) -> Any:
     return argument.meta.get("val") if isinstance(argument, torch.fx.Node) else argument
 
 
-def _gradient_of_call(made: ir.Node, fakes: list[torch.Tensor], sizes: list[Any]) -> TracedGradient | None:
-    """The gradient to trace for an ATen node; None where there is none, or no fake tensors to trace it with."""
+def _traced_gradient(aten: ir.Node, fakes: list[torch.Tensor], sizes: list[Any]) -> TracedGradient | None:
+    """Return the gradient of an ATen node; None if it has none, or there are no fake tensors to trace it with."""
     modes = [t.fake_mode for t in fakes if isinstance(t, FakeTensor)]
-    if not modes or len(modes) != made.attributes["tensors"].as_int():
+    if not modes or len(modes) != aten.attributes["tensors"].as_int():
         return None
-    if not any(is_differentiable_type(dtype_of(v)) for v in made.outputs):
+    if not any(is_differentiable_type(dtype_of(v)) for v in aten.outputs):
         return None
     return TracedGradient(fakes, sizes, modes[0], inline)
 
 
 def inline(op: Builder, module: torch.fx.GraphModule, known: Mapping[torch.fx.Node, Any]) -> list[Any]:
-    """Converts a traced graph of functional ATen into nodes at the end of `op.graph`; gives its outputs.
+    """Append the nodes of a traced graph of functional ATen to `op.graph`; return its outputs.
 
     Args:
         op: the builder.
         module: the traced graph.
-        known: what its placeholders are, and any other nodes that are not to be converted.
+        known: the values of its placeholders, and of other nodes that need no conversion.
 
     Raises:
-        UnsupportedOperatorError: a call that has no form in the graph.
+        UnsupportedOperatorError: a call has no ONNX or ATen node.
     """
     walk = _Walk(op, op.graph, known)
     out, origin = op.out, dict(op.origin)
@@ -421,26 +434,30 @@ def _detached(op: Builder, value: ir.Value) -> ir.Value:
     return detached
 
 
-def _plain_result(example: Any, node: torch.fx.Node) -> Any:
-    """What stands for a result that is no tensor: nothing, or a size that follows from the inputs' sizes."""
+def _non_tensor_result(example: Any, node: torch.fx.Node) -> Any:
+    """Return a result that is not a tensor: None, or an expression of the inputs' sizes."""
     if example is None:
         return None
     size = size_of(example) if isinstance(example, (int, torch.SymInt)) else None
     if size is None or any(name.startswith("u") for name in sizes.symbols(size)):
         raise UnsupportedOperatorError(
-            f"{node.target} returns something other than tensors", where=line_of(node), got=str(example)
+            f"the operator {node.target} has a result that a graph cannot represent",
+            where=source_location.of_node(node),
+            expected="tensors, None, and sizes that follow from the inputs' sizes",
+            got=str(example),
+            todo="the module runs in PyTorch; let the operator return a tensor",
         )
     return size
 
 
 def _tensors(node: torch.fx.Node, results: Any) -> list[torch.Tensor]:
-    """The (fake) tensors that a call takes and gives: complex ones live between ATen nodes."""
-    given = [inner.meta.get("val") for inner in node.all_input_nodes]
-    return [t for t in (*given, *results) if isinstance(t, torch.Tensor)]
+    """Return the fake tensors that a call takes and returns; complex ones exist only between ATen nodes."""
+    arguments = [producer.meta.get("val") for producer in node.all_input_nodes]
+    return [t for t in (*arguments, *results) if isinstance(t, torch.Tensor)]
 
 
 def _same_sizes(got: TensorType, expected: TensorType) -> bool:
-    """Whether the sizes agree. Two different expressions may be equal under the guards; two numbers may not."""
+    """Whether the sizes agree: different expressions may be equal under the guards, different numbers are not."""
     if len(got.shape) != len(expected.shape):
         return False
     return all(
@@ -448,39 +465,34 @@ def _same_sizes(got: TensorType, expected: TensorType) -> bool:
     )
 
 
-def _show(tensor_type_: TensorType) -> str:
+def _spell(tensor_type_: TensorType) -> str:
     return f"{tensor_type_.dtype.name}[{', '.join(map(str, tensor_type_.shape))}]"
 
 
 def _name_values(graph: ir.Graph) -> None:
-    """Names every value after its node, uniquely."""
-    taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
+    """Give every value a unique name, that of its node."""
+    used_names = {v.name for v in (*graph.inputs, *graph.initializers.values())}
     for position, node in enumerate(graph):
         node.name = node.name or f"{node.op_type}_{position}"
         for index, value in enumerate(node.outputs):
-            wish = node.name if index == 0 else f"{node.name}.{index}"
-            name, suffix = wish, 1
-            while name in taken:
+            base = node.name if index == 0 else f"{node.name}.{index}"
+            name, suffix = base, 1
+            while name in used_names:
                 suffix += 1
-                name = f"{wish}__{suffix}"
-            taken.add(name)
+                name = f"{base}__{suffix}"
+            used_names.add(name)
             value.name = name
 
 
-def line_of(node: torch.fx.Node) -> str | None:
-    """The innermost line of user code that led to a node: `file.py:12 in forward`."""
-    return source_line.in_text(node.stack_trace)
-
-
 def origin_of(node: torch.fx.Node) -> dict[str, str]:
-    """The metadata that nodes made for an FX node carry: module path, user's line, ATen op, checkpointed region."""
+    """Return the metadata of the nodes made from an FX node: module, source location, ATen op, checkpoint region."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     path = re.sub(r"^(L\['\w+'\]\.?|module\.?)", "", path)
-    found = {
+    origin = {
         "module": path.removeprefix("module.").removeprefix("."),
-        "line": line_of(node) or "",
+        "line": source_location.of_node(node) or "",
         "aten": str(node.target),
         REGION: region_of(node),
     }
-    return {k: v for k, v in found.items() if v}
+    return {k: v for k, v in origin.items() if v}

@@ -1,4 +1,4 @@
-"""PyTorch's symbolic sizes as ours: sympy expressions over one symbol per dynamic dimension of the inputs."""
+"""Translate PyTorch's symbolic sizes to the graph's: sympy expressions over the dynamic dimensions of the inputs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from onnxtrain.torch_compat.symbols import functions as torch_functions
 
 
 def size_of(value: int | torch.SymInt) -> Size:
-    """A size as PyTorch knows it, as an int or an expression."""
+    """Translate a size of PyTorch to an int or an expression."""
     if isinstance(value, int):
         return value
-    known = value.node.maybe_as_int()
-    return known if known is not None else sizes.from_sympy(_translate(value.node.expr))
+    static = value.node.maybe_as_int()
+    return static if static is not None else sizes.from_sympy(_translate(value.node.expr))
 
 
 def fixed_number(value: torch.SymInt | torch.SymFloat) -> int | float:
-    """The number that the example sizes give, which are fixed by that.
+    """Evaluate a symbolic number at the example sizes; this makes the dimensions that it depends on static.
 
     Raises:
-        UnsupportedOperatorError: it follows from elements of a tensor.
+        UnsupportedOperatorError: the number depends on tensor values.
     """
     env, symbols = value.node.shape_env, value.node.expr.free_symbols
     if any(symbol.name.startswith(("u", "zuf")) for symbol in symbols):
         raise UnsupportedOperatorError(
-            "forward passes an element of a tensor to an operator that takes a number",
+            "forward passes a tensor value to an operator that takes a Python number",
+            expected="a number that does not depend on tensor values",
             got=str(value),
-            todo="compute it with tensor operations, or pass it in as a Python number",
+            todo="the module runs in PyTorch; compute it with tensor operations, or pass it in as a Python number",
         )
     for symbol in symbols:
         env.evaluate_expr(symbol)
@@ -49,20 +50,25 @@ def sizes_of(tensor: torch.Tensor) -> Sizes:
 
 
 def tensor_type(tensor: torch.Tensor) -> TensorType:
-    """The element type and sizes of a (fake) tensor.
+    """Return the ONNX dtype and the sizes of a (fake) tensor.
 
     Raises:
-        UnsupportedOperatorError: ONNX has no such element type.
+        UnsupportedOperatorError: ONNX has no such dtype.
     """
     if tensor.dtype not in ONNX_DTYPES:
-        raise UnsupportedOperatorError("forward computes with an element type that ONNX lacks", got=str(tensor.dtype))
+        raise UnsupportedOperatorError(
+            "forward computes with a dtype that ONNX does not have",
+            expected=", ".join(str(dtype).removeprefix("torch.") for dtype in ONNX_DTYPES),
+            got=str(tensor.dtype),
+            todo="the module runs in PyTorch; convert the tensor to another dtype",
+        )
     return TensorType(ONNX_DTYPES[tensor.dtype], sizes_of(tensor))
 
 
-def _functions() -> dict[Any, Any]:
-    """PyTorch's own sympy functions, and what they are in plain sympy for non-negative sizes."""
-    plain: dict[Any, Any] = {}
-    for name, meaning in {
+def _sympy_equivalents() -> dict[Any, Any]:
+    """Return PyTorch's own sympy functions, each with its equivalent in sympy for non-negative sizes."""
+    equivalents: dict[Any, Any] = {}
+    for name, equivalent in {
         "FloorDiv": lambda a, b: sympy.floor(a / b),
         "CleanDiv": lambda a, b: sympy.floor(a / b),
         "CeilDiv": lambda a, b: sympy.floor((a + b - 1) / b),
@@ -78,13 +84,13 @@ def _functions() -> dict[Any, Any]:
         "Identity": lambda a: a,
         "ToFloat": lambda a: a,
     }.items():
-        found = getattr(torch_functions, name, None)
-        if found is not None:
-            plain[found] = meaning
-    return plain
+        function = getattr(torch_functions, name, None)
+        if function is not None:
+            equivalents[function] = equivalent
+    return equivalents
 
 
-_PLAIN = _functions()
+_SYMPY_EQUIVALENTS = _sympy_equivalents()
 
 
 def _translate(expr: Any) -> Any:
@@ -93,31 +99,34 @@ def _translate(expr: Any) -> Any:
     if not expr.args:
         return expr
     arguments = [_translate(a) for a in expr.args]
-    rebuild = _PLAIN.get(type(expr), expr.func)
+    rebuild = _SYMPY_EQUIVALENTS.get(type(expr), expr.func)
     return rebuild(*arguments)
 
 
 def number_from_sizes(op: Builder, expr: Any, element: Callable[[str], ir.Value | None]) -> ir.Value | None:
-    """A 0-dimensional double that computes a number from sizes, as `math.sqrt(x.shape[1])`; None where it cannot.
+    """Build a 0-dimensional double that computes a number such as `math.sqrt(x.shape[1])`; None if it cannot.
 
-    `element` gives the double that a symbol stands for which is no size.
+    Args:
+        op: the builder.
+        expr: PyTorch's expression for the number.
+        element: returns the double for a symbol that is not a size, or None.
     """
     double = ir.DataType.DOUBLE
-    head = type(expr).__name__
+    function = type(expr).__name__
     if expr.is_number:
         return op.scalar(float(expr), double)
     if expr.is_Symbol:
         return element(expr.name)
-    if head == "ToFloat":
+    if function == "ToFloat":
         size = sizes.from_sympy(_translate(expr.args[0]))
         return None if any(name.startswith(("u", "zuf")) for name in sizes.symbols(size)) else op.size(size, double)
-    node = {"FloatPow": op.Pow, "FloatTrueDiv": op.Div, "Mul": op.Mul, "Add": op.Add}.get(head)
-    if head == "IntTrueDiv":
+    node = {"FloatPow": op.Pow, "FloatTrueDiv": op.Div, "Mul": op.Mul, "Add": op.Add}.get(function)
+    if function == "IntTrueDiv":
         return number_from_sizes(op, torch_functions.FloatTrueDiv(*map(torch_functions.ToFloat, expr.args)), element)
     operands = [number_from_sizes(op, a, element) for a in expr.args] if node is not None else []
     if node is None or any(o is None for o in operands):
         return None
-    total = operands[0]
+    result = operands[0]
     for operand in operands[1:]:
-        total = node(total, operand)
-    return total
+        result = node(result, operand)
+    return result

@@ -21,7 +21,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.python_functions.calls import FunctionCalls
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
@@ -171,4 +171,4 @@ def _line(tensor: FakeTensor) -> str | None:
     """The source location that created a tensor."""
     mode = get_proxy_mode()
     proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
-    return None if proxy is None else source_line.in_text(proxy.node.stack_trace)
+    return None if proxy is None else source_location.of_trace(proxy.node.stack_trace)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.modes import is_transformed
 from onnxtrain.torch_compat.pytree import tree_leaves
@@ -44,7 +44,7 @@ class OutsideChanges(TorchFunctionMode):
         if _may_change(function, kwargs):
             for leaf in _plain_tensors(args, kwargs):
                 if id(leaf) not in self._before and not self._is_own(leaf):
-                    line = source_line.in_text(source_line.as_text(sys._getframe(1)))
+                    line = source_location.of_trace(source_location.stack_trace(sys._getframe(1)))
                     self._before[id(leaf)] = leaf, _copy(leaf), leaf._version, line
         result = function(*args, **kwargs)
         if type(result) in _PLAIN and all(map(self._is_own, _plain_tensors(args, kwargs))):

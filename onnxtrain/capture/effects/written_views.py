@@ -18,7 +18,7 @@ from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.convert.symbolic_sizes import size_of
 from onnxtrain.capture.node_storage import layout_of, storages_of
 from onnxtrain.errors import CaptureError, KernelError
@@ -130,7 +130,7 @@ def _view(number: int, result: Node, node: Node, target: int, symbols: frozenset
         return WrittenView(number, target, target_strides, strides, offset)
     raise CaptureError(
         "forward returns a view of a tensor that it changes in place, whose strides do not follow from its shape",
-        where=source_line.in_text(str(result.meta.get("stack_trace", ""))),
+        where=source_location.of_trace(str(result.meta.get("stack_trace", ""))),
         expected=f"a contiguous tensor, and a view with elements of {whole.dtype.itemsize} bytes",
         got=f"strides {whole.stride()}, and a view of {view.dtype} with strides {view.stride()}",
         todo="the module runs in PyTorch; return a copy of the view: x[1:].clone()",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.patch_points import TENSOR_DATA
 
@@ -29,7 +29,7 @@ def data_is_detached() -> Iterator[None]:
         if threading.get_ident() == owner and get_proxy_mode() is not None:
             raise CaptureError(
                 "forward assigns to a tensor's data, which a graph would not repeat",
-                where=source_line.of_caller(),
+                where=source_location.of_caller(),
                 todo="the module runs in PyTorch; copy into the tensor: tensor.copy_(value)",
             )
         original.__set__(tensor, value)

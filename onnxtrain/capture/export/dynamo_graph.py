@@ -23,9 +23,9 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 
+from onnxtrain.capture import source_location
 from onnxtrain.capture.export.checkpoint_regions import region
 from onnxtrain.capture.export.patches import capture_is_under_way
-from onnxtrain.capture.source_line import in_text
 from onnxtrain.capture.structure import constant_key
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.modes import enter_autocast, exit_autocast
@@ -51,7 +51,7 @@ class _Argument:
 
 def named_graph(graph: GraphModule) -> DynamoGraph:
     """The graph as a module, of a class named after the user's line: messages name a module by its class."""
-    line = next(filter(None, (in_text(node.stack_trace) for node in graph.graph.nodes)), None)
+    line = next(filter(None, map(source_location.of_node, graph.graph.nodes)), None)
     kind = type(f"graph at {line}" if line else "graph", (DynamoGraph,), {})
     made: DynamoGraph = kind(graph)
     return made

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import CheckpointFunction
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.export.checkpoint_regions import region, regions_for
 from onnxtrain.capture.export.data_attribute import data_is_detached
 from onnxtrain.capture.export.torch_reports import needless_warnings_dropped
@@ -131,12 +131,12 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refusal(owner: int, lost: _NotRepeated, original: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        by_user = not lost.pytorch_may_call or source_line.is_user_file(sys._getframe(1).f_code.co_filename)
+        by_user = not lost.pytorch_may_call or source_location.is_user_file(sys._getframe(1).f_code.co_filename)
         if threading.get_ident() != owner or not by_user:
             return original(*args, **kwargs)
         raise CaptureError(
             f"{lost.point.attribute} inside forward cannot be captured: a graph would not repeat it",
-            where=source_line.of_caller(),
+            where=source_location.of_caller(),
             todo=f"the module runs in PyTorch; {lost.todo}",
         )
 
@@ -179,7 +179,7 @@ def _in_transform_for(owner: int, original: Callable[..., Any]) -> Callable[...,
             return original(cls, *args, **kwargs)
         raise CaptureError(
             f"the custom autograd.Function {qualified_name(cls)} is applied inside a torch.func transform",
-            where=source_line.of_caller(),
+            where=source_location.of_caller(),
             todo="the module runs in PyTorch; apply the function outside of vmap, grad, jvp and their like",
         )
 

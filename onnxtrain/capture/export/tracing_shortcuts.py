@@ -26,7 +26,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.proxy import TracerBase
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.export.meta_functions import fake_results
 from onnxtrain.torch_compat.patch_points import (
     CREATE_NODE,
@@ -84,7 +84,7 @@ def _with_one_line(owner: int, original: Callable[..., Node]) -> Callable[..., N
         finally:
             self.record_stack_traces = recording
         if recording and not node.stack_trace:
-            node.stack_trace = source_line.as_text(sys._getframe(1))
+            node.stack_trace = source_location.stack_trace(sys._getframe(1))
         return node
 
     return create_node

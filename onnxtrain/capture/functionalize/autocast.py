@@ -21,7 +21,7 @@ from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.errors import CaptureError, UnsupportedOperatorError
 from onnxtrain.ops.aten_node import AutocastState as State
 from onnxtrain.ops.aten_node import ambient, is_composite
@@ -57,7 +57,7 @@ def casting_composites(program: ExportedProgram) -> set[Any]:
         if node.target in casting and state != now:
             raise CaptureError(
                 f"forward switches autocast around {node.target}, inside which autocast casts",
-                where=source_line.in_text(node.stack_trace),
+                where=source_location.of_node(node),
                 todo="the module runs in PyTorch; call it where autocast is as around the whole module",
             )
     return casting
@@ -81,7 +81,7 @@ def refuse_hidden_casts(program: ExportedProgram, defined: Container[str]) -> No
     for target, node in hidden_casts(program, defined).items():
         raise UnsupportedOperatorError(
             f"autocast casts inside {target}, which the graph cannot say",
-            where=source_line.in_text(node.stack_trace),
+            where=source_location.of_node(node),
             todo="the module runs in PyTorch; write it with torch.matmul, or call it with autocast switched off",
         )
 

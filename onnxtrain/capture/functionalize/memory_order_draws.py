@@ -16,7 +16,7 @@ import torch
 from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from onnxtrain.capture.convert.convert import line_of
+from onnxtrain.capture import source_location
 from onnxtrain.capture.node_storage import example_size
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.tensors import is_contiguous_or_false
@@ -58,7 +58,7 @@ def _refuse_strided(node: Node) -> None:
     if not is_contiguous_or_false(filled.meta["val"]):
         raise CaptureError(
             "forward fills a tensor that is not contiguous with normal_",
-            where=line_of(node),
+            where=source_location.of_node(node),
             todo="the module runs in PyTorch; fill a contiguous tensor: torch.randn(sizes)",
         )
 

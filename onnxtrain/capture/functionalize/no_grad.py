@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.fx.proxy import TracerBase
 
-from onnxtrain.capture.convert.convert import line_of
+from onnxtrain.capture import source_location
 from onnxtrain.capture.node_storage import storages_of
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat import pytree
@@ -80,7 +80,7 @@ def _gradients_are_on(node: Node) -> bool:
 def _switched_on(node: Node) -> CaptureError:
     return CaptureError(
         "torch.enable_grad() inside torch.no_grad() cannot be captured",
-        where=line_of(node),
+        where=source_location.of_node(node),
         todo="the module runs in PyTorch; leave the no_grad region first",
     )
 
@@ -180,7 +180,7 @@ class _Walk:
         elif any(map(self._may_have_gradient, written)) or (grad and with_gradient):
             raise CaptureError(
                 "forward changes a tensor in place where autograd does not see it, and a gradient flows through it",
-                where=line_of(node),
+                where=source_location.of_node(node),
                 got=f"{node.target} {'through detach()' if grad else 'under torch.no_grad()'}",
                 todo="the module runs in PyTorch; change a copy: clone() it first",
             )

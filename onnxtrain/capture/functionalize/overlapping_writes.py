@@ -10,7 +10,7 @@ import torch
 from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from onnxtrain.capture.convert.convert import line_of
+from onnxtrain.capture import source_location
 from onnxtrain.capture.functionalize.no_grad import written_arguments
 from onnxtrain.capture.node_storage import example_size
 from onnxtrain.errors import CaptureError
@@ -30,7 +30,7 @@ def refuse_overlapping_writes(program: ExportedProgram) -> None:
             if any(_overlaps(written.meta.get("val")) for written in _written(node)):
                 raise CaptureError(
                     "forward writes to a view of which several elements are one in memory",
-                    where=line_of(node),
+                    where=source_location.of_node(node),
                     got=str(node.target),
                     todo="the module runs in PyTorch; clone() the view first",
                 )

@@ -18,7 +18,7 @@ from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental import proxy_tensor
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
@@ -100,7 +100,7 @@ class ElementDecisions:
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.shape.numel() != 1:
             return bool(_TENSOR_BOOL(tensor))
         if self._next == len(self.answered):
-            self.is_undecided, self._where = True, source_line.of_caller() or ""
+            self.is_undecided, self._where = True, source_location.of_caller() or ""
             raise UndecidedError(tensor)
         self._next += 1
         return self.answered[self._next - 1].answer

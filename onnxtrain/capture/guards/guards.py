@@ -377,7 +377,7 @@ def compile_guards(
                         where=f"dimension {d} of input {name}",
                         expected="one symbol",
                         got=str(symbol),
-                        todo="the module runs in PyTorch; this is a fault of onnxtrain: please report it",
+                        todo="the module runs in PyTorch; this is a bug of onnxtrain: please report it",
                     )
                 symbols[symbol] = (i, d)
                 if symbol != size.node.expr:

@@ -24,8 +24,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
+from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.size_decisions import InputDim
-from onnxtrain.capture.source_line import in_text
 from onnxtrain.torch_compat.fake_tensors import FakeTensorMode
 from onnxtrain.torch_compat.symbols import is_always_true, is_data_dependent, unbounded, unreplaced_expression
 
@@ -122,7 +122,9 @@ class Proof:
                     results[node] = _fake(expected, binding)
                 _bind_data_dependent(results[node], expected, binding)
                 if not _agrees(results[node], expected, binding, dtypes=self._has_explicit_casts):
-                    return f"{node.target} has another shape at these sizes ({in_text(node.stack_trace) or node.name})"
+                    return (
+                        f"{node.target} has another shape at these sizes ({source_location.of_node(node) or node.name})"
+                    )
         return ""
 
 

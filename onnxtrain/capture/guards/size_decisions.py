@@ -24,7 +24,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from onnxtrain.capture.source_line import PACKAGE
+from onnxtrain.capture.source_location import PACKAGE
 from onnxtrain.torch_compat.patch_points import EVALUATE_SIZES, SIZE_COMPARISONS, SIZE_TEXTS
 
 InputDim: TypeAlias = tuple[int, int]  # the index of a flat tensor, and of one of its dimensions

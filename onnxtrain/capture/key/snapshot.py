@@ -22,7 +22,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from onnxtrain.capture.four_bit_weights import quantization_state, state_tensors
-from onnxtrain.capture.source_line import PACKAGE, PYTORCH
+from onnxtrain.capture.source_location import PACKAGE, PYTORCH
 from onnxtrain.capture.structure import PLAIN_TENSORS, constant_key
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.patch_points import MODULE_GETATTRIBUTE

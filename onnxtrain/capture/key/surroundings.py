@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from onnxtrain.capture import source_location
 from onnxtrain.capture.key.executed_code import with_nested
 from onnxtrain.capture.key.fingerprint import NOT_OF_A_CLASS, file_of, is_in_package, is_known_by_version
 from onnxtrain.capture.key.snapshot import (
@@ -35,7 +36,6 @@ from onnxtrain.capture.key.snapshot import (
     slots,
     submodules,
 )
-from onnxtrain.capture.source_line import in_code, in_error
 from onnxtrain.capture.structure import PLAIN_TENSORS
 from onnxtrain.errors import CaptureError
 
@@ -96,7 +96,7 @@ class Surroundings:
             raise CaptureError(
                 f"what forward reads from outside of {type(module).__name__} cannot be found: "
                 f"{type(error).__name__}: {error}",
-                where=in_error(error),
+                where=source_location.of_error(error),
                 todo="the module runs in PyTorch; this is a bug of onnxtrain: please report it with the module",
             ) from error
         self.places, self.absent, self.codes = walk.places, walk.absent, walk.codes
@@ -117,7 +117,7 @@ class Surroundings:
             for instruction in dis.get_instructions(code):
                 line = instruction.positions.lineno or line if instruction.positions else line
                 if instruction.argval == name:
-                    return in_code(code, line)
+                    return source_location.of_code(code, line)
         return None
 
     def watch(self, snapshot: Snapshot) -> None:

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.python_functions.output_sizes import declared_rule, deduced_rule, node_proto, sizes_fixed
 from onnxtrain.capture.python_functions.trial_run import Run, run_aside
 from onnxtrain.errors import CaptureError
@@ -142,7 +142,7 @@ def _call(arguments: Arguments, run: Run, rule: ShapeRule | None) -> PythonCall:
             raise CaptureError(
                 f"forward of {qualified_name(arguments.function)} changes its tensor input {i} in place without "
                 "ctx.mark_dirty, and a gradient flows through that input",
-                where=source_line.of_caller(),
+                where=source_location.of_caller(),
                 todo="the module runs in PyTorch; mark the input as dirty and return it",
             )
     call = PythonCall(
@@ -243,7 +243,7 @@ class Arguments:
         if hidden is not None:
             raise CaptureError(
                 f"an argument of {qualified_name(self.function)} is an object that holds a tensor of this forward",
-                where=source_line.of_caller(),
+                where=source_location.of_caller(),
                 got=f"{type(value).__qualname__} with a tensor of shape {list(hidden.shape)}",
                 todo="the module runs in PyTorch; pass the tensor itself, or in a list, tuple or dict",
             )
@@ -261,7 +261,7 @@ class Arguments:
         if not _stands_for_real(tensor):
             raise CaptureError(
                 f"{qualified_name(self.function)} is given a tensor that forward itself made require a gradient",
-                where=source_line.of_caller(),
+                where=source_location.of_caller(),
                 todo="the module runs in PyTorch; make the tensor a parameter of the module",
             )
 

@@ -21,7 +21,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.python_functions.trial_run import CallArguments, Run, run_aside
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
@@ -277,7 +277,7 @@ class _NoCollectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise CaptureError(
                 f"forward of {self._name} needs tensors with elements, and runs a collective",
-                where=source_line.of_caller(),
+                where=source_location.of_caller(),
                 todo="define infer_shape(node, tensor_input_shapes, tensor_input_dtypes) on the function",
             )
         return func(*args, **(kwargs or {}))
@@ -350,7 +350,7 @@ def _does_not_run(call: CallArguments, error: Exception) -> CaptureError:
     return CaptureError(
         f"forward of {qualified_name(call.function)} cannot be run while the module is captured: "
         f"{type(error).__name__}: {lines[0] if lines else ''}",
-        where=source_line.in_error(error) or line_of(call.function, "forward"),
+        where=source_location.of_error(error) or line_of(call.function, "forward"),
         todo="define infer_shape(node, tensor_input_shapes, tensor_input_dtypes) on the function",
     )
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.node import map_arg
 from torch.fx.proxy import TracerBase
 
-from onnxtrain.capture import source_line
+from onnxtrain.capture import source_location
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.tracing_shortcuts import cheap_tracing
 
@@ -103,7 +103,7 @@ def test_the_program_is_pytorchs(name: str, functional: bool) -> None:
         assert cheap.range_constraints[symbol].lower <= values_of.lower  # PyTorch's own functions ask for more
     pairs = zip(cheap.graph.nodes, plain.graph.nodes, strict=True)
     calls = [(own, theirs) for own, theirs in pairs if own.op == "call_function"]
-    lines = [(source_line.in_text(n.stack_trace), source_line.in_text(p.stack_trace)) for n, p in calls]
+    lines = [(source_location.of_node(n), source_location.of_node(p)) for n, p in calls]
     assert [own for own, _ in lines] == [theirs for _, theirs in lines]
     assert sum("test_tracing_shortcuts.py" in (own or "") for own, _ in lines) > 5
     assert all((n.stack_trace or "").count("File ") < 2 for n, _ in calls)
