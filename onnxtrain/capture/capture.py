@@ -172,7 +172,7 @@ class _Wrapper(torch.nn.Module):
             return [decision.tensor]
         if not leaves and not tensors:
             raise ORTModuleIOError(
-                "neither the arguments nor the results of forward contain a tensor, and a graph computes with tensors",
+                "the arguments and results of forward contain no tensor, and a graph computes with tensors",
                 where=type(self.module).__name__,
                 expected="at least one tensor among the arguments or results",
                 todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",

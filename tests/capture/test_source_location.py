@@ -16,9 +16,7 @@ pytestmark = pytest.mark.everywhere
 PACKAGE, PYTORCH = Path(onnxtrain.__file__).parent, Path(torch.__file__).parent
 USERS = (
     PACKAGE.parent / "tests" / "model.py",
-    PACKAGE.parent
-    / "onnxtrain_experiments"
-    / "model.py",  # next to the package, with a name that starts with the package's
+    PACKAGE.parent / "onnxtrain_experiments" / "model.py",  # its name starts with the package's
     PYTORCH.parent / "torchvision" / "models" / "resnet.py",
     Path("/home/user/onnxtrain/model.py"),
     Path("/home/user/torch/nn/model.py"),

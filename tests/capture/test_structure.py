@@ -1,4 +1,4 @@
-"""Calls and outputs become flat lists and structures, and come back."""
+"""Calls and outputs are flattened into tensors and structures, and rebuilt."""
 
 from __future__ import annotations
 
@@ -59,43 +59,43 @@ CALLS = {
 }
 
 
-def same(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return a is b
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+        return list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(equal, a, b))
     if dataclasses.is_dataclass(a):
-        return same(vars(a), vars(b))
+        return equal(vars(a), vars(b))
     return bool(a == b)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_comes_back(name: str) -> None:
+def test_a_call_is_rebuilt(name: str) -> None:
     args, kwargs = CALLS[name]
-    tensors, found = flatten_call(args, kwargs)
+    tensors, flattened = flatten_call(args, kwargs)
     assert len({*map(id, tensors)}) == len(tensors)
-    back_args, back_kwargs = found.unflatten(tensors)
-    assert same(back_args, args)
-    assert same(back_kwargs, kwargs)
-    assert flatten_call(args, kwargs)[1] is found
-    assert len(set(found.names)) == len(tensors)
-    assert all(name.isidentifier() for name in found.names)
+    rebuilt_args, rebuilt_kwargs = flattened.unflatten(tensors)
+    assert equal(rebuilt_args, args)
+    assert equal(rebuilt_kwargs, kwargs)
+    assert flatten_call(args, kwargs)[1] is flattened
+    assert len(set(flattened.names)) == len(tensors)
+    assert all(name.isidentifier() for name in flattened.names)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_containers_are_fresh(name: str) -> None:
+def test_each_call_gets_new_containers(name: str) -> None:
     args, kwargs = CALLS[name]
-    tensors, found = flatten_call(args, kwargs)
-    first, second = found.unflatten(tensors), found.unflatten(tensors)
+    tensors, flattened = flatten_call(args, kwargs)
+    first, second = flattened.unflatten(tensors), flattened.unflatten(tensors)
     assert all(a is not b for a, b in zip(first[0], second[0], strict=True) if isinstance(a, (dict, list, Batch)))
-    assert found.changed(*first, tensors) == ""
+    assert flattened.changed(*first, tensors) == ""
 
 
-def test_names_say_where_a_tensor_comes_from() -> None:
+def test_tensors_are_named_after_their_arguments() -> None:
     assert structure(X, [Y], input_ids=Z, batch={"mask": X + 1}).names == (
         "args_0",
         "args_1_0",
@@ -104,7 +104,7 @@ def test_names_say_where_a_tensor_comes_from() -> None:
     )
 
 
-def test_a_forward_may_read_the_order_of_its_kwargs() -> None:
+def test_the_order_of_kwargs_is_part_of_the_structure() -> None:
     for kwargs in ({"a": X, "b": Y}, {"a": [X, 1], "b": Y}):
         one, a = flatten_call((), kwargs)
         two, b = flatten_call((), dict(reversed(kwargs.items())))
@@ -140,7 +140,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("a", "b"), DIFFERENT, ids=lambda value: type(value).__name__)
-def test_what_differs_is_told_apart(a: Any, b: Any) -> None:
+def test_different_values_give_different_structures(a: Any, b: Any) -> None:
     old, new = structure(X, flag=a), structure(X, flag=b)
     assert old != new
     assert "flag" in old.difference(new) or "args" in old.difference(new)
@@ -148,59 +148,61 @@ def test_what_differs_is_told_apart(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -0.0, 1e-300, 2.5, None, "a", Color.RED, slice(None, 3), 1 + 2j])
-def test_equal_constants_are_equal(value: Any) -> None:
+def test_equal_constants_give_equal_structures(value: Any) -> None:
     assert structure(X, flag=value) is structure(Y, flag=value)
     assert structure(X, flag=[value]) == structure(Y, flag=[value])
 
 
-def test_differences_in_words() -> None:
+def test_difference_describes_the_first_difference() -> None:
     assert structure(X, p=0.1).difference(structure(X, p=0.2)) == "p: 0.1 → 0.2"
     assert structure(X, mask=None).difference(structure(X, mask=Y)) == "mask: None → a tensor"
     assert structure(X).difference(structure(Y)) == ""
     assert "args[0]" in structure({"a": 1}).difference(structure({"b": 1}))
 
 
-def test_the_same_tensor_twice_is_another_structure() -> None:
-    tensors, found = flatten_call((X, X), {})
+def test_passing_one_tensor_twice_is_part_of_the_structure() -> None:
+    tensors, flattened = flatten_call((X, X), {})
     assert tensors == [X]
-    assert found != structure(X, Y)
-    assert "same tensor" in structure(X, Y).difference(found)
+    assert flattened != structure(X, Y)
+    assert "same tensor" in structure(X, Y).difference(flattened)
 
 
-def test_shared_memory_is_another_structure() -> None:
+def test_shared_memory_is_part_of_the_structure() -> None:
     base = torch.randn(4, 6)
-    found = structure(base[:, :3], base[:, 3:], Y)
-    assert found.shared == ((0, 1),)
-    assert found != structure(torch.randn(4, 3), torch.randn(4, 3), Y)
+    flattened = structure(base[:, :3], base[:, 3:], Y)
+    assert flattened.shared == ((0, 1),)
+    assert flattened != structure(torch.randn(4, 3), torch.randn(4, 3), Y)
     assert structure(base[:1], base.detach().clone()).shared == ()
 
 
-@pytest.mark.parametrize("bad", [object(), {1, 2}, iter([1]), structure], ids=["object", "set", "iterator", "function"])
-def test_an_unsupported_leaf_is_named(bad: Any) -> None:
-    if bad is structure:  # a function is a constant
-        assert structure(X, extra=bad) is structure(X, extra=bad)
+@pytest.mark.parametrize(
+    "unsupported", [object(), {1, 2}, iter([1]), structure], ids=["object", "set", "iterator", "function"]
+)
+def test_the_error_names_an_unsupported_leaf(unsupported: Any) -> None:
+    if unsupported is structure:  # a function is a constant
+        assert structure(X, extra=unsupported) is structure(X, extra=unsupported)
         return
     with pytest.raises(ORTModuleIOError, match=r"extra\[0\]\.inner") as caught:
-        flatten_call((X,), {"extra": [{"inner": bad}]})
-    assert type(bad).__qualname__ in str(caught.value)
+        flatten_call((X,), {"extra": [{"inner": unsupported}]})
+    assert type(unsupported).__qualname__ in str(caught.value)
 
 
-def test_a_container_in_itself_is_refused() -> None:
-    loop: list[Any] = [X]
-    loop.append(loop)
+def test_a_cyclic_container_is_refused() -> None:
+    cycle: list[Any] = [X]
+    cycle.append(cycle)
     with pytest.raises(ORTModuleIOError, match="contains itself"):
-        flatten_output(loop)
+        flatten_output(cycle)
 
 
-def test_a_dataclass_with_other_attributes_is_refused() -> None:
+def test_a_dataclass_with_attributes_that_are_no_fields_is_refused() -> None:
     batch = Batch(X)
     batch.extra = 1  # type: ignore[attr-defined]
     with pytest.raises(ORTModuleIOError, match="extra"):
         flatten_call((batch,), {})
 
 
-def test_what_forward_does_to_its_containers_is_noticed() -> None:
-    tensors, found = flatten_call(({"a": X}, [Y]), {"z": [1]})
+def test_changes_of_the_containers_are_detected() -> None:
+    tensors, flattened = flatten_call(({"a": X}, [Y]), {"z": [1]})
     for change in (
         lambda args, kwargs: args[0].update(b=Z),
         lambda args, kwargs: args[0].update(a=Z),
@@ -208,10 +210,10 @@ def test_what_forward_does_to_its_containers_is_noticed() -> None:
         lambda args, kwargs: args[1].clear(),
         lambda args, kwargs: kwargs["z"].append(2),
     ):
-        args, kwargs = found.unflatten(tensors)
-        assert found.changed(args, kwargs, tensors) == ""
+        args, kwargs = flattened.unflatten(tensors)
+        assert flattened.changed(args, kwargs, tensors) == ""
         change(args, kwargs)
-        assert found.changed(args, kwargs, tensors)
+        assert flattened.changed(args, kwargs, tensors)
 
 
 OUTPUTS = {
@@ -227,20 +229,20 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output_comes_back(name: str) -> None:
+def test_an_output_is_rebuilt(name: str) -> None:
     output = OUTPUTS[name]
-    leaves, found = flatten_output(output)
-    assert isinstance(found, OutputStructure)
-    back = found.unflatten(leaves, ())
-    assert same(back, output)
-    assert type(back) is type(output)
+    leaves, flattened = flatten_output(output)
+    assert isinstance(flattened, OutputStructure)
+    rebuilt = flattened.unflatten(leaves, ())
+    assert equal(rebuilt, output)
+    assert type(rebuilt) is type(output)
     if isinstance(output, SequenceClassifierOutput):
-        assert back.logits is X
-        assert back.hidden_states is None
-        assert back["loss"] is Y
+        assert rebuilt.logits is X
+        assert rebuilt.hidden_states is None
+        assert rebuilt["loss"] is Y
 
 
-def test_outputs_are_compared() -> None:
+def test_output_structures_are_compared() -> None:
     assert flatten_output((X, "a"))[1] == flatten_output((Y, "a"))[1]
     assert flatten_output((X, "a"))[1] != flatten_output((X, "b"))[1]
     assert flatten_output((X, 1))[1] != flatten_output((X, True))[1]
@@ -248,28 +250,28 @@ def test_outputs_are_compared() -> None:
     assert hash(flatten_output([X, None])[1]) == hash(flatten_output([Y, None])[1])
 
 
-def test_a_cache_of_transformers_comes_back() -> None:
+def test_a_cache_of_transformers_is_rebuilt() -> None:
     cache = transformers.DynamicCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 1)
-    leaves, found = flatten_output((X, cache))
+    leaves, flattened = flatten_output((X, cache))
     assert len(leaves) == 5
-    _, back = found.unflatten([t + 1 for t in leaves], ())
-    assert type(back) is type(cache)
-    assert back.get_seq_length() == 3
-    assert torch.equal(back.layers[1].keys, cache.layers[1].keys + 1)
+    _, rebuilt = flattened.unflatten([t + 1 for t in leaves], ())
+    assert type(rebuilt) is type(cache)
+    assert rebuilt.get_seq_length() == 3
+    assert torch.equal(rebuilt.layers[1].keys, cache.layers[1].keys + 1)
 
 
-def test_sizes_come_from_their_own_list() -> None:
-    found: list[tuple[list[Any], OutputStructure]] = []
+def test_sizes_have_their_own_list() -> None:
+    flattened: list[tuple[list[Any], OutputStructure]] = []
 
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> list[Any]:
-            found.append(flatten_output((x * 2, x.shape, {"n": x.shape[0] * 2})))
-            return found[-1][0]
+            flattened.append(flatten_output((x * 2, x.shape, {"n": x.shape[0] * 2})))
+            return flattened[-1][0]
 
     torch.export.export(Module(), (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    output = found[-1][1].unflatten([Y], [7, 14])
+    output = flattened[-1][1].unflatten([Y], [7, 14])
     assert output == (Y, torch.Size([7, 3]), {"n": 14})
     assert type(output[1]) is torch.Size
 
