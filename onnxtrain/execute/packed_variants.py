@@ -65,7 +65,7 @@ def plan_packed_variants(
     """
     if options.skip_padding == "never" or not any(v.dtype in _OF_TOKENS for v in captured.model.graph.inputs):
         return None
-    return PackedVariants(model, captured, options, device, captured.results if differentiable else 0)
+    return PackedVariants(model, captured, options, device, captured.result_count if differentiable else 0)
 
 
 class PackedVariants:
