@@ -18,7 +18,7 @@ def annotate_kernels(graph: ir.Graph, options: Options, device: torch.device) ->
     when they are ready, in the middle of a run: not where two runs are to give the same bits.
     """
     fast = options.rng == "fast" and device.type == "cpu"
-    native = may_compile_in_background(options)
+    native = device.type == "cpu" and may_compile_in_background(options)
     for node in graph:
         if Effects.RANDOM in definition_of(node).effects:
             node.metadata_props["rng"] = "fast" if fast else "torch"

@@ -28,11 +28,9 @@ from onnxtrain.execute.recorded_program import why_never
 from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
-from onnxtrain.graph.values import dtype_of
 from onnxtrain.log import LOG
 from onnxtrain.ops import view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
-from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.options import Options
 from onnxtrain.passes.attention_masks import split_mask
 from onnxtrain.passes.changes import Changes
@@ -188,7 +186,7 @@ class PackedVariants:
         graph = clone(self._model.graph)[0]
         plan = plan_packing(graph, Changes(), self._results)
         assert plan is not None, "the same graph gives the same plan"
-        plan.apply(kept.causal, self._fills)
+        plan.apply(kept.causal, self._fills, tensors[0].device.type)
         inputs = (*tensors, *kept.tensors())
         sources = (*self._captured.sources, *(Source("input", index=i) for i in range(len(tensors), len(inputs))))
         captured = replace(self._captured, model=with_graph(self._captured.model, graph), sources=sources)
@@ -212,9 +210,7 @@ def waits_for_lengths(plan: PackingPlan, device: torch.device) -> ir.Node | None
     """The first attention of a plan that, packed, reads on the host of a GPU how long sequences are."""
     for node in (*plan.attentions, *plan.few_queries):
         n = view(node)
-        width = sizes.dims_of(n.q)[3]
-        flash = sizes.dims_of(n.v)[3] == width and flash_runs(device.type, TORCH_DTYPES[dtype_of(n.q)], width)
-        if not flash or split_mask(node).table is not None:
+        if not flash_runs(device.type, n.q, n.k, n.v) or split_mask(node).table is not None:
             return node
     return None
 

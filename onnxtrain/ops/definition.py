@@ -241,8 +241,6 @@ class Kernel:
         applies: (node, device type) -> whether this kernel can run the node.
         deterministic: whether two runs give the same bits.
         workspace_bytes: scratch memory besides inputs and outputs.
-        output_bytes: by name, the bytes of the outputs that this kernel returns in another form than the op's types
-            say. It may wait for a compiled kernel: only then the form is known.
         in_place_input: index of the input whose memory it can reuse for its first output, or None.
         name: of the library or method, if several kernels may run the node and the fastest is chosen; such kernels
             take tensors only. Else "".
@@ -261,7 +259,6 @@ class Kernel:
     applies: Callable[[NodeView, str], bool] = lambda node, device: True
     deterministic: bool = True
     workspace_bytes: Callable[[NodeView], Size] = lambda node: 0
-    output_bytes: Callable[[NodeView], Mapping[str, Size]] = lambda node: {}
     in_place_input: int | None = None
     name: str = ""
     seconds: Callable[[NodeView, Shapes, Machine], float] = lambda node, shapes, machine: 0.0

@@ -34,6 +34,7 @@ from onnxtrain.passes.fuse_relu_dropout import fuse_relu_dropout
 from onnxtrain.passes.fuse_sums import fuse_gradient_sums, fuse_sums
 from onnxtrain.passes.hoist_gathers import hoist_gathers
 from onnxtrain.passes.pack_dropout_masks import pack_dropout_masks
+from onnxtrain.passes.recompute_attention_probabilities import recompute_attention_probabilities
 from onnxtrain.passes.regenerate_dropout_masks import regenerate_dropout_masks
 from onnxtrain.passes.remove_identities import remove_identities
 from onnxtrain.passes.remove_reshape_copies import remove_reshape_copies
@@ -64,6 +65,7 @@ FORWARD: tuple[Pass, ...] = (
     replace_slices_with_split,  # after hoist_gathers: a slice that was hoisted no longer shares a tensor with others
     chunk_losses,  # after the rows of a loss were selected: it joins the ops that compute them
     regenerate_dropout_masks,  # after all passes that match Dropout or move rows through it
+    recompute_attention_probabilities,  # after all passes that match attention or move rows through it
     fuse_sums,  # after regenerate_dropout_masks: KeyedDropout can add a residual
     fuse_activations,  # after fuse_sums: the sum comes before the activation
     fuse_relu_dropout,  # after fuse_activations: a Relu that a norm applies is free; after fuse_sums: no residual left

@@ -9,7 +9,7 @@ tokens in between, which is all that must be proven; the id of the padding token
 
     plan = plan_packing(graph, changes)       static: which nodes run packed, who reads their results; refusals
     plan.questions()                          a graph of the values that decide whether a batch can be packed
-    plan.apply(causal, fills)                 adds the graph inputs `rows` and `cu`, and `cu_filled` if needed
+    plan.apply(causal, fills, device)         adds the graph inputs `rows` and `cu`, and `cu_filled` if needed
 
 A `Reader` uses some rows of the packed nodes' results: a slice of the sequence, selected rows, a product with a mask, a
 Where, a loss that ignores labels. In each batch the rows that it reads are kept, with the columns that attention shows
@@ -35,6 +35,7 @@ from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, 
 from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.attention.dense import ATTENTION, ATTENTION_DROPOUT
 from onnxtrain.ops.attention.flash import FLASH_ATTENTION
+from onnxtrain.ops.attention.varlen_flash import flash_runs
 from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import MUL
@@ -44,6 +45,8 @@ from onnxtrain.ops.index.advanced_indexing import INDEX
 from onnxtrain.ops.index.gather import EMBEDDING, GATHER
 from onnxtrain.ops.index.unpadding import FLATTEN_AND_UNPAD
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
+from onnxtrain.ops.random.dropout import drop_ratio
+from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
 from onnxtrain.ops.reshape.dims import expanded, inverse, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import arange, permutation_to_front
 from onnxtrain.ops.reshape.slicing import SLICE
@@ -121,20 +124,21 @@ class PackingPlan:
         masks = [m.value for m in self.masks if m.value is not None]
         return traversal.extract(self.graph, [*masks, *(value for r in self.readers for value in r.values)])
 
-    def apply(self, causal: bool, fills: bool = False) -> None:
+    def apply(self, causal: bool, fills: bool, device: str) -> None:
         """Pack the graph, which gets the inputs `rows`, the indices of the kept tokens, and `cu`, the sequence offsets.
 
         With `fills`, unused rows may follow the tokens, and the input `cu_filled` counts them to the last sequence.
+        `device` is the type of the device that the graph runs on.
         """
         op = builder(self.graph)
         selection = _add_inputs(self, fills)
         read = {(r.node, r.index): (r.axes, type_of_input(r.node, r.index)) for r in self.readers}
         packed: dict[ir.Node, _PackedAttention] = {
-            node: _PackedAttention(node, selection, self.steps, causal) for node in self.attentions
+            node: _PackedAttention(node, selection, self.steps, causal, device) for node in self.attentions
         }
         compute_selected(op, self.region, selection, packed)
         for node in self.few_queries:
-            _attend_with_few_queries(op, node, selection, self.region)
+            _attend_with_few_queries(op, node, selection, device)
         dims = (self.batch, self.steps)
         losses = {reader.node for reader in self.readers if reader.kind == "loss"}
         for (node, index), (axes, padded_type) in read.items():
@@ -309,6 +313,8 @@ class _Finder:
             raise NotRowwise("its probabilities have users")
         if definition_of(node) is ATTENTION_DROPOUT and node.metadata_props.get("draws") != "any":
             raise NotRowwise('its dropout reproduces eager\'s random numbers (rng="torch")')
+        if definition_of(node) is ATTENTION_DROPOUT and not 0 < _drop_count(n) < DROP_LEVELS:
+            raise NotRowwise("its dropout ratio is 0 or 1 in 16 bits")
         rows = sizes.dims_of(n.q)[2]
         y = node.outputs[0]
         if rows == self.steps and self.rows.axes.get(y) == _HEAD_AXES:
@@ -504,19 +510,32 @@ def _varlen(
     cu_q: ir.Value,
     cu_k: ir.Value,
     causal: bool,
+    device: str,
     table: ir.Value | None = None,
 ) -> ir.Value:
+    """Return attention of packed sequences, with the dropout of n.
+
+    The dropout mask comes from a key; flash attention, which saves its logsumexp, samples its own.
+    """
     attributes = {"scale": n.scale, "is_causal": int(causal) or None}
+    operands, drops = [*operands, cu_q, cu_k], n.definition is ATTENTION_DROPOUT
     result: ir.Value
-    if n.definition is not ATTENTION_DROPOUT:
-        result = op.own.VarlenAttention(*operands, cu_q, cu_k, table, **attributes)[0]
+    if table is None and flash_runs(device, *operands[:3]):
+        if not drops:
+            result = op.own.VarlenFlashAttention(*operands, **attributes)[0]
+            return result
+        outputs = op.own.VarlenFlashAttentionDropout(*operands, n.ratio, n.training_mode, **attributes)
+        outputs[0].producer().metadata_props.update((key, n.node.metadata_props[key]) for key in ("rng", "draws"))
+        result = outputs[0]
         return result
-    outputs = op.own.VarlenAttentionDropout(*operands, cu_q, cu_k, table, n.ratio, n.training_mode, **attributes)
-    result = outputs[0]
-    node = result.producer()
-    assert node is not None
-    node.metadata_props.update((key, n.node.metadata_props[key]) for key in ("rng", "draws"))
+    key, dropped = (op.own.DropoutKey(), _drop_count(n)) if drops else (None, None)
+    result = op.own.VarlenAttention(*operands, table, key, dropped=dropped, **attributes)
     return result
+
+
+def _drop_count(n: NodeView) -> int:
+    """Return for how many of its `DROP_LEVELS` values a node drops a probability."""
+    return round(drop_ratio(n) * DROP_LEVELS)
 
 
 @dataclass
@@ -527,6 +546,7 @@ class _PackedAttention:
     selection: _TokenRows
     steps: Size
     causal: bool
+    device: str
 
     def plan(self, region: Region) -> Plan:
         needed: list[Rows | None] = [None] * len(self.node.inputs)
@@ -539,7 +559,7 @@ class _PackedAttention:
         keys = filled if self.causal else self.selection.cu
         with nodes_before(op, self.node):
             operands = [_by_token(op, x) for x in (n.q, n.k, n.v)]
-            packed = _varlen(op, n, operands, filled, keys, self.causal, self._table(op, n))
+            packed = _varlen(op, n, operands, filled, keys, self.causal, self.device, self._table(op, n))
             y = transposed(op, unsqueezed(op, packed, 0), [0, 2, 1, 3])
         traversal.replace(op.graph, self.node.outputs[0], y)
         op.graph.remove(self.node, safe=True)
@@ -555,7 +575,7 @@ class _PackedAttention:
         return expanded(op, table, (sizes.dims_of(table)[0], self.steps, self.steps))
 
 
-def _attend_with_few_queries(op: Builder, node: ir.Node, selection: _TokenRows, region: Region) -> None:
+def _attend_with_few_queries(op: Builder, node: ir.Node, selection: _TokenRows, device: str) -> None:
     """Replace attention of a few queries per sequence by attention to its kept tokens."""
     n = view(node)
     batch, heads, count, width = sizes.dims_of(n.q)
@@ -565,7 +585,7 @@ def _attend_with_few_queries(op: Builder, node: ir.Node, selection: _TokenRows, 
         cu_q = arange(op, sizes.add(batch, 1))
         if count != 1:
             cu_q = op.Mul(cu_q, op.size(count))
-        packed = _varlen(op, n, [queries, k, v], cu_q, selection.cu, causal=False)
+        packed = _varlen(op, n, [queries, k, v], cu_q, selection.cu, False, device)
         shape: Sizes = (batch, count, heads, sizes.dims_of(packed)[2])
         y = transposed(op, reshaped(op, packed, shape), [0, 2, 1, 3])
     traversal.replace(op.graph, node.outputs[0], y)

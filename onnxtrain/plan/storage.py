@@ -152,12 +152,9 @@ class Storages:
     def _find_storage(self, node: ir.Node, definition: OpDef) -> None:
         self._bind_data_dependent(node)
         results = self._run(node, definition)
-        output_bytes, copied = self.kernel(node).output_bytes(definition.view(node)), self._copied(node)
+        copied = self._copied(node)
         for index, value in enumerate(node.outputs):
             tensor = results[index] if index < len(results) else None
-            name = definition.output_name(index)
-            if name in output_bytes:
-                self._bytes[value] = self.number(output_bytes[name])
             if not isinstance(tensor, torch.Tensor):
                 self._from_definition(node, index, value, definition, copied)
                 continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -19,7 +18,6 @@ from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, LEAST_STEP, STEPS, K
 from onnxtrain.execute.recorded_program import CALLS, MOST_SIZES, Recording, Recordings
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
-from onnxtrain.ops.attention import varlen
 from onnxtrain.plan.cut import single_part
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.execute.test_packing import OnGpu
@@ -233,20 +231,6 @@ def test_where_nothing_is_recorded_nothing_is_rounded(
 # Recorded
 
 
-@pytest.fixture
-def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Attention as on a GPU: what it keeps is as large whatever the lengths are. Not a recording could hold else."""
-    attend = varlen.varlen_attention
-
-    def attended(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return attend(q, *arguments)[0], q.new_empty(0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(varlen, "varlen_attention", attended)
-        yield
-
-
-@pytest.mark.usefixtures("keeps_nothing")
 @pytest.mark.parametrize("model", [Bag(), Attentive(False), Attentive(True)], ids=str)
 def test_few_recordings_serve_many_batches(model: nn.Module, answers: list[Kept | None], log: Recorders) -> None:  # noqa: F811
     trained = Trained(filled(model.double(), rng="torch"), log)
@@ -339,7 +323,7 @@ def test_attention_that_reads_lengths_on_the_host_is_not_recorded(log: Recorders
         set_type(value, kind)
     graph = ir.Graph(values, [], nodes=[], opset_imports={"": 23}, name="attention")
     q, k, v, cu = values
-    graph.outputs.append(builder(graph).own.VarlenAttention(q, k, v, cu, cu)[0])
+    graph.outputs.append(builder(graph).own.VarlenAttention(q, k, v, cu, cu))
     part = single_part(ir.Model(graph, ir_version=10))
     refused = [Recordings(CpuRecorder(log), torch.device(d), frozenset()).refusal(part) for d in ("cuda", "cpu")]
     assert refused[0] is not None

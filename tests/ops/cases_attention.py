@@ -48,7 +48,8 @@ def softmax(x):
 def _attention(scale=None, causal=False, logsumexp=True):
     def reference(q, k, v, mask=None):
         masked = scores(q, k, mask, scale, causal)
-        total = masked.logsumexp(-1).detach()
+        wide = masked.float() if masked.dtype in (torch.bfloat16, torch.float16) else masked
+        total = wide.logsumexp(-1).detach()
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1) if v.shape[1] not in (0, q.shape[1]) else v
         return softmax(masked) @ v, torch.where(total == -math.inf, 0.0, total) if logsumexp else None
 

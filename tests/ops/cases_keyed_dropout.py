@@ -51,7 +51,7 @@ def _drawn_key() -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64).random_(-(2**63), None)
 
 
-_KEY = Spec("2", dtype="int64", make=lambda sizes, dtype, g: torch.tensor([-(2**62) - 12345, 987654321987654321]))
+KEY = Spec("2", dtype="int64", make=lambda sizes, dtype, g: torch.tensor([-(2**62) - 12345, 987654321987654321]))
 
 CASES = [
     OpCase("onnxtrain", "DropoutKey", (), _drawn_key, bodies=False),
@@ -59,7 +59,7 @@ CASES = [
         OpCase(
             "onnxtrain",
             "KeyedDropout",
-            (Spec("b s h"), _KEY, *residual),
+            (Spec("b s h"), KEY, *residual),
             keyed_dropout(dropped),
             attributes={"dropped": dropped},
             label=f"{dropped}{'-residual' * len(residual)}",
@@ -74,7 +74,7 @@ CASES = [
             OpCase(
                 "onnxtrain",
                 "ReluDropout",
-                (Spec("b s h"), _KEY),
+                (Spec("b s h"), KEY),
                 relu_dropout(dropped),
                 attributes={"dropped": dropped},
                 label=str(dropped),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder, definition_of
-from onnxtrain.ops.attention import varlen, varlen_flash
+from onnxtrain.ops.attention import varlen_flash
 from onnxtrain.ops.attention.kernel_arguments import PackedSequences
 from onnxtrain.ops.attention.varlen_aten import varlen_attention, varlen_attention_backward
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -30,7 +31,8 @@ def test_arguments_match_the_signatures_of_pytorchs_kernels(ratio: float) -> Non
     packed = PackedSequences(CU.to("meta"), CU.to("meta"), causal=True)
     y, logsumexp, state = varlen_flash.varlen_dropout_flash(q, k, v, packed, ratio)
     assert (y.shape, y.dtype) == (q.shape, q.dtype)
-    assert (logsumexp.shape, logsumexp.dtype) == ((4 * 15,), torch.float32)
+    assert (logsumexp.shape, logsumexp.dtype) == ((4, 15), torch.float32)
+    assert (state.shape, state.dtype) == ((2,), torch.int64)
     gradients = varlen_flash.varlen_backward_flash(
         torch.empty_like(y), q, k, v, packed, y, logsumexp, state if ratio else None, ratio
     )
@@ -44,51 +46,57 @@ def test_tokens_outside_all_sequences_are_zero() -> None:
     assert not result.nan_to_num().any()
 
 
+def values(dtype: ir.DataType, width: int) -> list[ir.Value]:
+    """Return q, k, v and two vectors of offsets."""
+    types = [TensorType(dtype, ("t", 2, width))] * 3 + [TensorType(ir.DataType.INT64, ("n",))] * 2
+    found = [ir.Value(name=f"x{i}") for i in range(len(types))]
+    for value, tensor_type in zip(found, types, strict=True):
+        set_type(value, tensor_type)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("change", "chosen"),
+    ("change", "supported"),
     [
         ({}, True),
-        ({"causal": 1}, True),
-        ({"causal": 1, "cross": True}, False),  # the kernel aligns its causal mask with the last row and column
-        ({"cross": True}, True),
-        ({"biased": True}, False),
         ({"width": 12}, False),
         ({"width": 264}, False),
         ({"dtype": ir.DataType.FLOAT}, False),
         ({"device": "cpu"}, False),
-        ({"draws": "any"}, True),
-        ({"draws": "eager's"}, False),
     ],
 )
-def test_flash_is_chosen(change: dict[str, object], chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_runs(change: dict[str, object], supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    options = {"causal": None, "cross": False, "biased": False, "width": 16, "dtype": ir.DataType.BFLOAT16, **change}
-    types = [TensorType(options["dtype"], ("t", 2, options["width"]))] * 3
-    types += [TensorType(ir.DataType.INT64, ("n",))] * 2 + [TensorType(options["dtype"], (2, "l", "s"))]
-    values = [ir.Value(name=f"x{i}") for i in range(len(types))]
-    for value, tensor_type in zip(values, types, strict=True):
-        set_type(value, tensor_type)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, bias = values
-    op = builder(ir.Graph(values, [], nodes=[], opset_imports={"": 23}, name="attention"))
-    if not options["cross"]:
-        cu_seqlens_k = cu_seqlens_q
-    operands, device = (
-        [q, k, v, cu_seqlens_q, cu_seqlens_k, bias if options["biased"] else None],
-        str(options.get("device", "cuda")),
-    )
-    dropout_mask, ratio = None, op.scalar(0.1, ir.DataType.DOUBLE)
-    if "draws" in options:
-        y, saved, dropout_mask = op.own.VarlenAttentionDropout(*operands, ratio, op.scalar(True, ir.DataType.BOOL))
-        y.producer().metadata_props["draws"] = str(options["draws"])
+    options: dict[str, Any] = {"width": 16, "dtype": ir.DataType.BFLOAT16, "device": "cuda", **change}
+    q, k, v, *_ = values(options["dtype"], options["width"])
+    assert varlen_flash.flash_runs(options["device"], q, k, v) == supported
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize(
+    ("causal", "cross", "chosen"),
+    [(False, False, True), (True, False, True), (False, True, True), (True, True, False)],
+)
+def test_forward_and_backward_choose_the_same_kernel(
+    causal: bool, cross: bool, chosen: bool, dropout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel aligns its causal mask with the last row and column, so it does not run with other lengths of keys."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    q, k, v, cu_seqlens_q, cu_seqlens_k = inputs = values(ir.DataType.BFLOAT16, 16)
+    op = builder(ir.Graph(inputs, [], nodes=[], opset_imports={"": 23}, name="attention"))
+    operands = [q, k, v, cu_seqlens_q, cu_seqlens_k if cross else cu_seqlens_q]
+    state, ratio = None, op.scalar(0.1, ir.DataType.DOUBLE)
+    attributes = {"is_causal": int(causal) or None}
+    if dropout:
+        training = op.scalar(True, ir.DataType.BOOL)
+        y, logsumexp, state = op.own.VarlenFlashAttentionDropout(*operands, ratio, training, **attributes)
     else:
-        y, saved = op.own.VarlenAttention(*operands, is_causal=options["causal"])
-    kernel = definition_of(y.producer()).kernel(y.producer(), device)
-    assert (kernel.lower in (varlen._lower_flash, varlen._lower_dropout_flash)) == chosen
-    dq = op.own.VarlenAttentionGrad(
-        y, *operands, y, saved, dropout_mask, dropout_mask and ratio, is_causal=options["causal"]
-    )[0]
-    kernel = definition_of(dq.producer()).kernel(dq.producer(), device)
-    assert (kernel.lower is varlen._lower_grad_flash) == chosen, "backward must read what forward's kernel saved"
+        y, logsumexp = op.own.VarlenFlashAttention(*operands, **attributes)
+    dq, *_ = op.own.VarlenFlashAttentionGrad(y, *operands, y, logsumexp, state, state and ratio, **attributes)
+    for node in (y.producer(), dq.producer()):
+        kernel = definition_of(node).kernel(node, "cuda")
+        assert (kernel is definition_of(node).kernels[0]) == chosen
+        assert definition_of(node).kernel(node, "cpu") is definition_of(node).kernels[1]
 
 
 @pytest.mark.gpu
@@ -102,8 +110,7 @@ def test_flash_is_as_accurate_as_the_loop_over_sequences(causal: bool) -> None:
     def loop(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         cast = functools.partial(torch.Tensor.to, dtype=dtype)
         operands = [*map(cast, (q, k, v)), packed]
-        y, probabilities = varlen_attention(*operands)
-        return y, *varlen_attention_backward(cast(dy), *operands, probabilities, False, None, 1.0)
+        return varlen_attention(*operands), *varlen_attention_backward(cast(dy), *operands, False)
 
     for name, got, eager, exact in zip(
         ("y", "dq", "dk", "dv"), results, loop(torch.float16), loop(torch.float64), strict=True

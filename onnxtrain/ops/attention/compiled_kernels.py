@@ -1,8 +1,8 @@
 """Attention by the compiled CPU kernel (`native/attention.cpp`).
 
-Forward saves only the logsumexp and, with dropout, the key; backward recomputes the probabilities. Each function
-returns None if the library is not compiled yet, or if the kernel does not support the tensors; the callers then run
-PyTorch's operators, which sample the same dropout mask from a key.
+Backward recomputes the probabilities, and the dropout mask from a key. Each function returns None if the library is not
+compiled yet, or if the kernel does not support the tensors; the callers then run PyTorch's operators, which sample the
+same dropout mask from a key.
 
 Milliseconds for forward and backward, 2 threads of a Xeon at 2.8 GHz, float32, of PyTorch's math path, its flash kernel
 (which has no dropout) and this kernel:
@@ -34,7 +34,9 @@ from onnxtrain.graph.values import dtype_of
 from onnxtrain.native import Library, pointers, read_sources
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, PackedSequences, ScoreOptions
 from onnxtrain.ops.attention.scores import scale_number
+from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random.keyed_bits import keep_threshold
 from onnxtrain.system.machine import current_machine
 
@@ -70,6 +72,12 @@ def library_for_value(q: ir.Value) -> Library | None:
     return library_for_dtype(TORCH_DTYPES[dtype_of(q)])
 
 
+def may_run(n: NodeView) -> bool:
+    """Return whether the compiled kernel runs a node of dense attention once it is ready."""
+    library = library_for_value(n.q) if may_compile(n, "cpu") else None
+    return library is not None and library.is_ready() is not None and current_machine().compiles
+
+
 def request(q: ir.Value) -> None:
     """Start compiling q's library in the background, unless it is compiled."""
     library = library_for_value(q)
@@ -100,7 +108,7 @@ def forward(
     additive, visible = masks
     batch, heads, rows, _ = q.shape
     y = q.new_empty((batch, heads, rows, v.size(3))) if contiguous else _empty_rows_first(q, rows, v.size(3))
-    logsumexp = q.new_empty((batch, heads, rows), dtype=logsumexp_dtype(q))
+    logsumexp = q.new_empty((batch, heads, rows), dtype=_sum_dtype(q))
     problem = _problem(q, k, v, (y,), additive, visible, scores, dropout)
     _kernel("forward", q)(problem, *pointers(q, k, v, additive, visible, y, logsumexp))
     return y, logsumexp
@@ -122,7 +130,7 @@ def backward(
     additive, visible = masks
     dy = _with_dense_rows(dy)
     gradients = [_empty_rows_first(x, x.size(2), x.size(3)) for x in (q, k, v)]
-    dscores = q.new_empty((*q.shape[:3], k.size(2)), dtype=logsumexp_dtype(q)) if output_dscores else None
+    dscores = q.new_empty((*q.shape[:3], k.size(2)), dtype=_sum_dtype(q)) if output_dscores else None
     problem = _problem(q, k, v, (dy, dy, *gradients), additive, visible, scores, dropout)
     _kernel("backward", q)(problem, *pointers(dy, q, k, v, additive, visible, *gradients, dscores))
     return tuple(gradients) if dscores is None else (*gradients, dscores)
@@ -136,7 +144,7 @@ def forward_varlen(
     if offsets is None:
         return None
     y = _packed_result(q, offsets[0], v.size(2))
-    logsumexp = q.new_empty((q.size(1), q.size(0)), dtype=logsumexp_dtype(q))
+    logsumexp = q.new_empty((q.size(1), q.size(0)), dtype=_sum_dtype(q))
     problem = _problem(q, k, v, (y,), None, None, _score_options(packed), dropout, offsets)
     _kernel("forward", q)(problem, *pointers(q, k, v, None, None, y, logsumexp))
     return y
@@ -197,7 +205,7 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
 
 
-def logsumexp_dtype(q: Tensor) -> torch.dtype:
+def _sum_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 

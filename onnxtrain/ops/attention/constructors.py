@@ -1,10 +1,10 @@
-"""Constructors of attention ops whose kernels choose what they save for backward.
+"""Constructors of attention ops.
 
-Each family has three ops; `saved` is a tensor that only the matching gradient kernel reads:
+A family has an op, its gradient and, if it samples a dropout mask, the op with dropout:
 
     Name(operands) -> y, saved
-    NameDropout(operands, ratio, training_mode) -> y, saved, dropout_mask
-    NameGrad(dy, operands, y, saved, dropout_mask?, ratio?) -> dq, dk, dv, and an optional fourth gradient
+    NameDropout(operands, ratio, training_mode) -> y, saved, and what determines the dropout mask
+    NameGrad(dy, operands, saved) -> dq, dk, dv, and an optional fourth gradient
 """
 
 from __future__ import annotations
@@ -16,14 +16,27 @@ import onnx_ir as ir
 
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
+from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of
+from onnxtrain.ops.attention.kernel_arguments import DropoutOptions
 from onnxtrain.ops.attention.scores import score_dtype, score_factor
+from onnxtrain.ops.body_parts import cast, mul_scalar
 from onnxtrain.ops.constructors import never
-from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Body, Effects, Gradient, GradientRule, Kernel, NodeView, OpDef
+from onnxtrain.ops.definition import (
+    NOT_DIFFERENTIABLE,
+    Body,
+    Call,
+    Effects,
+    Gradient,
+    GradientRule,
+    Kernel,
+    NodeView,
+    OpDef,
+)
 from onnxtrain.ops.dtypes import TORCH_DTYPES
-from onnxtrain.ops.native_kernels import may_compile
-from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale, drops_elements, uses_fast_rng
+from onnxtrain.ops.random.dropout import dropout_scale, drops_elements
 from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
+from onnxtrain.ops.random.keyed_dropout import keep_mask_nodes
 from onnxtrain.ops.registry import define
 
 Types = Callable[[NodeView], Sequence[TensorType]]
@@ -39,9 +52,10 @@ def _flops(matmuls: int, columns: Columns) -> Columns:
 def define_attention(
     name: str,
     operands: tuple[str, ...],
-    saved: str,
+    outputs: tuple[str, ...],
     *,
-    dropout: bool,
+    dropout: bool = False,
+    reads: tuple[str, ...],
     types: Types,
     body: Body,
     gradient: GradientRule,
@@ -54,10 +68,11 @@ def define_attention(
     """Define Name, or NameDropout if `dropout`; see the module docstring.
 
     Args:
-        name: of the family.
-        operands: the inputs, dropout's excepted. The gradient reads all of them but `fill`, which is a number.
-        saved: the name of the second output.
-        dropout: whether the op has dropout.
+        name: of the op.
+        operands: the inputs, dropout's excepted.
+        outputs: y, and what is saved for backward.
+        dropout: whether the op samples a dropout mask.
+        reads: the operands and outputs whose elements the gradient reads.
         types: returns the types of the outputs.
         body: builds the op's meaning in standard ops.
         gradient: builds NameGrad.
@@ -67,12 +82,10 @@ def define_attention(
         columns: returns how many columns the scores of a row have.
         attributes: name to default.
     """
-    outputs = ("y", saved, *(("dropout_mask",) if dropout else ()))
-    names = [operand.rstrip("?") for operand in operands]
     return define(
         OpDef(
             domain=OWN,
-            name=f"{name}Dropout" if dropout else name,
+            name=name,
             inputs=(*operands, *(("ratio", "training_mode") if dropout else ())),
             outputs=outputs,
             attributes=attributes,
@@ -81,7 +94,7 @@ def define_attention(
             shapes=types,
             body=body,
             ort_compatible=never,
-            gradient=(Gradient(gradient, reads=(*(n for n in names if n != "fill"), *outputs)),),
+            gradient=(Gradient(gradient, reads=reads),),
             nondiff_inputs=nondiff_operands | {"ratio", "training_mode"} if dropout else nondiff_operands,
             kernels=kernels,
             axes=axes,
@@ -89,7 +102,7 @@ def define_attention(
             aliases={},
             flops=_flops(2, columns),
             host_eval=None,
-            nondiff_outputs=frozenset({saved}),
+            nondiff_outputs=frozenset(outputs[1:]),
             scalar_factor=score_factor,
         )
     )
@@ -98,9 +111,8 @@ def define_attention(
 def define_attention_grad(
     name: str,
     operands: tuple[str, ...],
-    saved: str,
     *,
-    fourth_gradient: str,
+    fourth_gradient: str = "",
     types: Types,
     body: Body,
     kernels: tuple[Kernel, ...],
@@ -110,16 +122,17 @@ def define_attention_grad(
 ) -> OpDef:
     """Define NameGrad; its attribute `output_<fourth_gradient>` requests the optional output `fourth_gradient`.
 
-    See `define_attention` for the other arguments.
+    See `define_attention` for the other arguments; `operands` come after dy.
     """
-    requested = f"output_{fourth_gradient}"
+    requested = f"output_{fourth_gradient}" if fourth_gradient else ""
+    optional = (f"{fourth_gradient}?",) if fourth_gradient else ()
     return define(
         OpDef(
             domain=OWN,
-            name=f"{name}Grad",
-            inputs=("dy", *operands, "y", saved, "dropout_mask?", "ratio?"),
-            outputs=("dq", "dk", "dv", f"{fourth_gradient}?"),
-            attributes={**attributes, requested: 0},
+            name=name,
+            inputs=("dy", *operands),
+            outputs=("dq", "dk", "dv", *optional),
+            attributes={**attributes, requested: 0} if requested else attributes,
             since_version=1,
             from_torch={},
             shapes=types,
@@ -157,20 +170,39 @@ def _constant_text(value: ir.Value | None) -> str:
     return "unknown" if number is None else str(number)
 
 
+# Dropout whose mask is a function of a key
+
+
+KEYED = {"dropped": 0}  # attributes of an op with the input `key?`: how many of `DROP_LEVELS` values drop a probability
+
+
+def check_key(n: NodeView) -> None:
+    """Check that a node has a key just if it drops probabilities.
+
+    Raises:
+        GraphError: it has one without the other.
+    """
+    if (n.key is None) != (n.dropped == 0) or not 0 <= n.dropped < DROP_LEVELS:
+        raise GraphError(
+            f"{n.definition.name} has invalid dropout arguments",
+            expected=f"a key and `dropped` from 1 to {DROP_LEVELS - 1}, or neither",
+            got=f"{'no' if n.key is None else 'a'} key and dropped = {n.dropped}",
+        )
+
+
 def keep_scale(n: NodeView) -> float:
-    """Return the factor of the probabilities that a node's dropout keeps, rounded to the scores' element type."""
-    return dropout_scale(drop_ratio(n), TORCH_DTYPES[score_dtype(dtype_of(n.q))])
+    """Return the factor of the probabilities that a node with a key keeps, rounded to the scores' element type."""
+    return dropout_scale(n.dropped / DROP_LEVELS, TORCH_DTYPES[score_dtype(dtype_of(n.q))])
 
 
-def dropout_arguments(n: NodeView) -> tuple[int, float]:
-    """Return `drop_count` and `keep_scale` of `DropoutOptions` for a node with dropout."""
-    return round(drop_ratio(n) * DROP_LEVELS), keep_scale(n)
+def dropout_options(n: NodeView, key: Any) -> Call | None:
+    """Return the `DropoutOptions` of a node with the input `key?`; None without a key."""
+    return None if n.key is None else Call(DropoutOptions, key, n.dropped, keep_scale(n))
 
 
-def grad_dropout_arguments(n: NodeView) -> tuple[int, float]:
-    """Return `drop_count` and `keep_scale` of `DropoutOptions` for a gradient node, with dropout or without."""
-    return (0, 1.0) if n.dropout_mask is None else dropout_arguments(n)
-
-
-def dropout_may_compile(n: NodeView, device: str) -> bool:
-    return may_compile(n, device) and uses_fast_rng(n)
+def drop_by_key(op: Builder, n: NodeView, x: ir.Value, index: ir.Value) -> ir.Value:
+    """Drop the elements of x that the node's key drops; `index` numbers the elements. Return x without a key."""
+    if n.key is None:
+        return x
+    kept = cast(op, keep_mask_nodes(op, n.key, index, n.dropped), dtype_of(x))
+    return mul_scalar(op, op.Mul(x, kept), keep_scale(n))

@@ -1,13 +1,15 @@
-"""Attention with saved probabilities, by PyTorch's operators in blocks of batches and heads.
+"""Attention by PyTorch's operators, in blocks of batches and heads.
 
-The scores of a block are computed, masked, normalized and multiplied by v while they are in the cache; only the
-probabilities are stored for all heads. A block of about 2^18 scores was fastest: forward and backward take 0.94 to 0.57
-of the time of one call per op of the body, the less the more scores (2 threads of a Xeon at 2.8 GHz, 4 MiB L2;
-[16, 12, 128, 32] with dropout: 16.3 ms instead of 26.9; 2^16 scores: as fast, but 1.3 times the time on small batches).
+The scores of a block are computed, masked, normalized and multiplied by v while they are in the cache. The
+probabilities of all heads are stored only if the caller saves them. A block of about 2^18 scores was fastest: forward
+and backward take 0.94 to 0.57 of the time of one call per op of the body, the less the more scores (2 threads of a Xeon
+at 2.8 GHz, 4 MiB L2; [16, 12, 128, 32] with dropout: 16.3 ms instead of 26.9; 2^16 scores: as fast, but 1.3 times the
+time on small batches).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -82,6 +84,65 @@ def _bmm_into(out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
         out.copy_(torch.bmm(a, b)).mul_(factor)
 
 
+class _Scores:
+    """The scores of attention, computed block by block."""
+
+    def __init__(self, q: Tensor, k: Tensor, options: ScoreOptions) -> None:
+        self._q, self._k, self._options = q, k, options
+        self._scale, self._group = scale_number(options.scale, q), q.size(1) // k.size(1) if k.size(1) else 1
+
+    @functools.cached_property
+    def _hidden(self) -> Tensor | None:
+        """True for the scores that a bool mask hides; None without one."""
+        mask = self._options.mask
+        return mask.logical_not() if mask is not None and mask.dtype == torch.bool else None
+
+    @functools.cached_property
+    def _addends(self) -> list[Tensor]:
+        causal = _causal_mask(self._q, self._k) if self._options.causal else None
+        additive = self._options.mask if self._hidden is None else None
+        return [x for x in (self._options.bias, causal, additive) if x is not None]
+
+    def empty(self, block: Block) -> Tensor:
+        """Return a tensor for the scores of a block."""
+        q = _block_of(self._q, block)
+        return q.new_empty((*q.shape[:3], self._k.size(2)), dtype=score_torch_dtype(q))
+
+    def write_probabilities(self, block: Block, out: Tensor) -> None:
+        """Write the probabilities of a block into `out`."""
+        self._write_scores(block, out)
+        can_check = out.device.type == "cpu"  # on a GPU, a check for NaN would synchronize
+        if can_check or not self._options.safe:
+            torch.softmax(out, -1, out=out)
+        # A row of -inf becomes a row of NaN: its first element is NaN.
+        if self._options.safe and not (can_check and _has_no_nan(out)):
+            if can_check:
+                self._write_scores(block, out)
+            masked = out.eq(-math.inf).all(-1, keepdim=True)
+            torch.softmax(out, -1, out=out).masked_fill_(masked, 0.0)
+
+    def _write_scores(self, block: Block, out: Tensor) -> None:
+        k = _block_of_kv_heads(self._k, block, self._group)
+        _bmm_into(out.flatten(0, 1), _block_of_heads(self._q, block), k.mT, self._scale)
+        for x in self._addends:
+            out.add_(_block_of_mask(x, block))
+        if self._hidden is not None:
+            fill = -math.inf if self._options.fill is None else self._options.fill
+            out.masked_fill_(_block_of_mask(self._hidden, block), fill)
+
+    def zero_hidden(self, block: Block, gradient: Tensor, p: Tensor) -> None:
+        """Set the gradient of the block's hidden scores to 0; `p` are its probabilities.
+
+        The probability of a score of -inf is 0, and so is its gradient, except in a row of -inf, where both are NaN.
+        """
+        mask = self._options.mask
+        if mask is None or mask.dtype != torch.bool:
+            return
+        if self._options.fill is not None or p.device.type != "cpu" or not _has_no_nan(p):
+            assert self._hidden is not None
+            gradient.masked_fill_(_block_of_mask(self._hidden, block), 0.0)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -90,8 +151,8 @@ def attend(
     dropout_mask: Tensor | None = None,
     keep_scale: float = 1.0,
     p: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return y[b, h, l, d] and the probabilities [b, h, l, s].
+) -> Tensor:
+    """Return y[b, h, l, d].
 
     Args:
         q: [b, h, l, e].
@@ -100,44 +161,33 @@ def attend(
         scores: how the scores are computed.
         dropout_mask: bool [b, h, l, s], true for the probabilities that dropout keeps; None without dropout.
         keep_scale: the factor of the probabilities that are kept.
-        p: a tensor to write the probabilities into.
+        p: a tensor [b, h, l, s] to write the probabilities into; None if they are not saved.
     """
-    batch, heads, rows, _ = q.shape
-    dtype = score_torch_dtype(q)
-    if p is None:
-        p = huge_pages.empty((batch, heads, rows, k.size(2)), q.new_empty(0, dtype=dtype))
-    y = q.new_empty((batch, heads, rows, v.size(3)))
-    scale, group = scale_number(scores.scale, q), heads // k.size(1) if k.size(1) else 1
-    mask = scores.mask
-    hidden = mask.logical_not() if mask is not None and mask.dtype == torch.bool else None
-    causal = _causal_mask(q, k) if scores.causal else None
-    addends = [x for x in (scores.bias, causal, mask if hidden is None else None) if x is not None]
-
-    def compute_scores(block: Block, out: Tensor) -> None:
-        _bmm_into(out.flatten(0, 1), _block_of_heads(q, block), _block_of_kv_heads(k, block, group).mT, scale)
-        for x in addends:
-            out.add_(_block_of_mask(x, block))
-        if hidden is not None:
-            out.masked_fill_(_block_of_mask(hidden, block), -math.inf if scores.fill is None else scores.fill)
-
+    y = q.new_empty((*q.shape[:3], v.size(3)))
+    group = q.size(1) // k.size(1) if k.size(1) else 1
+    computed = _Scores(q, k, scores)
     for block in _blocks(q, k):
-        part = _block_of(p, block)
-        compute_scores(block, part)
-        can_check = part.device.type == "cpu"  # on a GPU, a check for NaN would synchronize
-        if can_check or not scores.safe:
-            torch.softmax(part, -1, out=part)
-        # A row of -inf becomes a row of NaN: its first element is NaN.
-        if scores.safe and not (can_check and _has_no_nan(part)):
-            if can_check:
-                compute_scores(block, part)
-            masked = part.eq(-math.inf).all(-1, keepdim=True)
-            torch.softmax(part, -1, out=part).masked_fill_(masked, 0.0)
+        part = computed.empty(block) if p is None else _block_of(p, block)
+        computed.write_probabilities(block, part)
         kept = part
         if dropout_mask is not None:
-            kept = _block_of(dropout_mask, block).view(torch.uint8).to(dtype).mul_(part)
+            kept = _block_of(dropout_mask, block).view(torch.uint8).to(part.dtype).mul_(part)
         values = _block_of_kv_heads(v, block, group)
         _bmm_into(_block_of(y, block).flatten(0, 1), kept.to(v.dtype).flatten(0, 1), values, keep_scale)
-    return y, p
+    return y
+
+
+def attend_saving_probabilities(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: ScoreOptions,
+    dropout_mask: Tensor | None = None,
+    keep_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `attend` and the probabilities [b, h, l, s]."""
+    p = huge_pages.empty((*q.shape[:3], k.size(2)), q.new_empty(0, dtype=score_torch_dtype(q)))
+    return attend(q, k, v, scores, dropout_mask, keep_scale, p), p
 
 
 def _has_no_nan(p: Tensor) -> bool:
@@ -156,19 +206,25 @@ def attend_backward(
     k: Tensor,
     v: Tensor,
     scores: ScoreOptions,
-    p: Tensor,
+    p: Tensor | None,
     output_dscores: bool,
     dropout_mask: Tensor | None = None,
     keep_scale: float = 1.0,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v and, with `output_dscores`, of the scores [b, h, l, s]; see `attend`."""
-    heads = q.size(1)
+    """Return the gradients of q, k, v and, with `output_dscores`, of the scores [b, h, l, s]; see `attend`.
+
+    The probabilities are recomputed if `p` is None.
+    """
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    scale, group = scale_number(scores.scale, q), heads // k.size(1) if k.size(1) else 1
-    dscores = torch.empty_like(p) if output_dscores else None
-    hidden = _hidden_scores(scores, p)
+    scale, group = scale_number(scores.scale, q), q.size(1) // k.size(1) if k.size(1) else 1
+    computed = _Scores(q, k, scores)
+    dscores = computed.empty(None) if output_dscores else None
     for block in _blocks(q, k):
-        part = _block_of(p, block)
+        if p is None:
+            part = computed.empty(block)
+            computed.write_probabilities(block, part)
+        else:
+            part = _block_of(p, block)
         cotangent = _block_of_heads(dy, block)
         ds = torch.empty_like(part) if dscores is None else _block_of(dscores, block)
         _bmm_into(ds.flatten(0, 1), cotangent, _block_of_kv_heads(v, block, group).mT, keep_scale)
@@ -179,24 +235,11 @@ def attend_backward(
             kept = keep.mul_(part)
         _bmm_sum_groups_into(dv, block, group, kept.to(v.dtype).flatten(0, 1).mT, cotangent, keep_scale)
         aten_kernels.softmax_grad(ds, part, -1, part.dtype, grad_input=ds)
-        if hidden is not None:
-            ds.masked_fill_(_block_of_mask(hidden, block), 0.0)
+        computed.zero_hidden(block, ds, part)
         narrow = ds.to(q.dtype).flatten(0, 1)
         _bmm_into(_block_of(dq, block).flatten(0, 1), narrow, _block_of_kv_heads(k, block, group), scale)
         _bmm_sum_groups_into(dk, block, group, narrow.mT, _block_of_heads(q, block), scale)
     return (dq, dk, dv) if dscores is None else (dq, dk, dv, dscores)
-
-
-def _hidden_scores(scores: ScoreOptions, p: Tensor) -> Tensor | None:
-    """Return where a bool mask hides scores, whose gradient is 0; None if the softmax's gradient is 0 there anyway.
-
-    The probability of a score of -inf is 0, and so is its gradient, except in a row of -inf, where both are NaN.
-    """
-    if scores.mask is None or scores.mask.dtype != torch.bool:
-        return None
-    if scores.fill is None and p.device.type == "cpu" and _has_no_nan(p):
-        return None
-    return scores.mask.logical_not()
 
 
 def _bmm_sum_groups_into(out: Tensor, block: Block, group: int, a: Tensor, b: Tensor, factor: float) -> None:

@@ -32,6 +32,7 @@ from onnxtrain.ops.attention.masks import causal_mask
 from onnxtrain.ops.attention.scores import (
     check_operand_ranks,
     matmul_gradients,
+    probabilities_and_logsumexp,
     scale_number,
     scale_value,
     score_dtype,
@@ -245,14 +246,8 @@ def _operands_and_scores(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, 
 
 def _forward_body(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
     _, _, v, scores = _operands_and_scores(op, n)
-    last = constant_axes(op, 3)
-    maximum = op.ReduceMax(scores, last, keepdims=1)
-    masked = op.Equal(maximum, op.scalar(-math.inf, like=maximum))
-    maximum = op.Where(masked, op.scalar(0.0, like=maximum), maximum)
-    exponentials = op.Exp(op.Sub(scores, maximum))
-    total = op.Where(masked, op.scalar(1.0, like=maximum), op.ReduceSum(exponentials, last, keepdims=1))
-    y = op.MatMul(op.Div(exponentials, total), v)
-    return cast(op, y, dtype_of(n.q)), op.Squeeze(op.Add(op.Log(total), maximum), last)
+    p, logsumexp = probabilities_and_logsumexp(op, scores)
+    return cast(op, op.MatMul(p, v), dtype_of(n.q)), logsumexp
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value | None, dlogsumexp: ir.Value | None) -> Sequence[Grad]:

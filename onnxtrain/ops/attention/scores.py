@@ -16,7 +16,7 @@ from onnxtrain.graph.values import dtype_of, rank_of, type_of
 from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.body_parts import cast, with_attributes
 from onnxtrain.ops.definition import NodeView, ScalarFactor
-from onnxtrain.ops.matmul import is_exact_attribute, takes_factor
+from onnxtrain.ops.matmul import constant_axes, is_exact_attribute, takes_factor
 
 _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
@@ -94,6 +94,20 @@ def scale_number(scale: float | None, q: torch.Tensor) -> float:
     if scale is not None:
         return scale
     return 1 / math.sqrt(q.size(-1)) if q.size(-1) else math.inf
+
+
+# Softmax
+
+
+def probabilities_and_logsumexp(op: Builder, scores: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return the softmax of masked scores [..., columns] and their logsumexp [...]; both are 0 for a row of -inf."""
+    last = constant_axes(op, rank_of(scores) - 1)
+    maximum = op.ReduceMax(scores, last, keepdims=1)
+    masked = op.Equal(maximum, op.scalar(-math.inf, like=maximum))
+    maximum = op.Where(masked, op.scalar(0.0, like=maximum), maximum)
+    exponentials = op.Exp(op.Sub(scores, maximum))
+    total = op.Where(masked, op.scalar(1.0, like=maximum), op.ReduceSum(exponentials, last, keepdims=1))
+    return op.Div(exponentials, total), op.Squeeze(op.Add(op.Log(total), maximum), last)
 
 
 # Gradients

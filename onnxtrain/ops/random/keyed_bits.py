@@ -46,9 +46,6 @@ LIBRARY = Library(
 )
 
 
-KEY_BYTES = 16  # of a key
-
-
 def sample_key() -> torch.Tensor:
     """Sample a new key: int64 [2]."""
     return torch.empty(2, dtype=torch.int64).random_(-(2**63), None)

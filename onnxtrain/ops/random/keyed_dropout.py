@@ -81,7 +81,7 @@ DROPOUT_KEY = define(
 # KeyedDropout
 
 
-def _words(op: Builder, key: ir.Value, count: sizes.Size) -> ir.Value:
+def _words(op: Builder, key: ir.Value, counters: ir.Value) -> ir.Value:
     """`keyed_bits.random_words`: int64 wraps around; a right shift is a floor division by a power of two."""
 
     def mixed(z: ir.Value, shift: int) -> ir.Value:
@@ -90,21 +90,37 @@ def _words(op: Builder, key: ir.Value, count: sizes.Size) -> ir.Value:
         return op.BitwiseXor(z, without_sign)  # type: ignore[no-any-return]
 
     first, second = (sliced(op, key, 0, i, i + 1) for i in (0, 1))
-    z = op.Add(op.Mul(arange(op, count), op.scalar(keyed_bits.GAMMA, _INT64)), first)
+    z = op.Add(op.Mul(counters, op.scalar(keyed_bits.GAMMA, _INT64)), first)
     z = op.BitwiseXor(op.Mul(mixed(z, keyed_bits.SHIFTS[0]), op.scalar(keyed_bits.FIRST, _INT64)), second)
     z = op.Mul(mixed(z, keyed_bits.SHIFTS[1]), op.scalar(keyed_bits.SECOND, _INT64))
     return mixed(z, keyed_bits.SHIFTS[2])
 
 
+def _is_kept(op: Builder, bits: ir.Value, dropped: int) -> ir.Value:
+    """Whether 16 bits, the lowest of each integer, keep an element: flipping their sign bit makes them unsigned."""
+    flipped = op.Mod(
+        op.Add(bits, op.scalar(keyed_bits.DROP_LEVELS // 2, _INT64)), op.scalar(keyed_bits.DROP_LEVELS, _INT64)
+    )
+    result: ir.Value = op.GreaterOrEqual(flipped, op.scalar(dropped, _INT64))
+    return result
+
+
+_QUARTERS = [1, 2**16, 2**32, 2**48]
+
+
+def keep_mask_nodes(op: Builder, key: ir.Value, index: ir.Value, dropped: int) -> ir.Value:
+    """Return which elements a key keeps; `index` holds their numbers, int64 of any shape."""
+    four = op.scalar(4, _INT64)
+    words = _words(op, key, op.Div(index, four))
+    quarter = op.Gather(op.constant(_QUARTERS, _INT64), op.Mod(index, four), axis=0)
+    return _is_kept(op, op.own.FloorDivide(words, quarter), dropped)
+
+
 def _body(op: Builder, n: NodeView) -> ir.Value:
     count = numel(n.x)
-    z = unsqueezed(op, _words(op, n.key, sizes.floor_divide(sizes.add(count, 3), 4)), 1)
-    quarters = op.own.FloorDivide(z, op.constant([1, 2**16, 2**32, 2**48], _INT64))
-    # With the sign bit of 16 bits flipped: integers from 0 up, in the same order.
-    flipped = op.Mod(
-        op.Add(quarters, op.scalar(keyed_bits.DROP_LEVELS // 2, _INT64)), op.scalar(keyed_bits.DROP_LEVELS, _INT64)
-    )
-    flat = reshaped(op, op.GreaterOrEqual(flipped, op.scalar(n.dropped, _INT64)), [-1])
+    counters = arange(op, sizes.floor_divide(sizes.add(count, 3), 4))
+    quarters = op.own.FloorDivide(unsqueezed(op, _words(op, n.key, counters), 1), op.constant(_QUARTERS, _INT64))
+    flat = reshaped(op, _is_kept(op, quarters, n.dropped), [-1])
     mask = reshaped(op, sliced(op, flat, 0, 0, count), sizes.dims_of(n.x))
     y = mul_scalar(op, op.Mul(n.x, cast(op, mask, dtype_of(n.x))), node_keep_scale(n, n.x))
     return y if n.residual is None else op.Add(y, n.residual)
