@@ -75,7 +75,7 @@ def library_for_value(q: ir.Value) -> Library | None:
 def may_run(n: NodeView) -> bool:
     """Return whether the compiled kernel runs a node of dense attention once it is ready."""
     library = library_for_value(n.q) if may_compile(n, "cpu") else None
-    return library is not None and library.is_ready() is not None and current_machine().compiles
+    return library is not None and library.is_ready() is not None and current_machine().can_compile
 
 
 def request(q: ir.Value) -> None:
