@@ -73,6 +73,11 @@ _PLAIN = {
 _READS_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
 
+def reads_strides(target: Any) -> bool:
+    """Whether an operator reads memory by strides that it is given."""
+    return isinstance(target, OpOverload) and name_and_overload(target)[0] in _READS_STRIDES
+
+
 def aten_node(
     op: Builder, target: Any, arguments: Sequence[Any], keywords: dict[str, Any], contiguous: Sequence[bool] = ()
 ) -> ir.Node:
@@ -94,7 +99,7 @@ def aten_node(
             f"{target} is not an operator of PyTorch", todo="rewrite it with torch functions"
         )
     name, overload = name_and_overload(target)
-    if name in _READS_STRIDES and not (contiguous and contiguous[0]):
+    if reads_strides(target) and not (contiguous and contiguous[0]):
         raise UnsupportedOperatorError(
             "as_strided reads memory by strides, which differ between PyTorch and the graph",
             todo="take as_strided of a contiguous tensor, or write it with view, expand, unfold or indexing",

@@ -206,3 +206,29 @@ def test_inputs_that_are_not_contiguous(first: bool) -> None:
     with compared(model(lambda x: x.tanh() + x.transpose(0, 1).mean(), call), captures=None) as compare:
         for now["turned"] in (first, not first, first):
             compare.train(3, 4)
+
+
+# A size that is computed from an input's: 1 for the first call, and larger for another
+
+
+def kl_of_parts(x: torch.Tensor, wide_target: bool, reduction: str) -> torch.Tensor:
+    first, rest = x.log_softmax(-1).split([1, x.shape[0] - 1])
+    x, target = (first, rest) if wide_target else (rest, first)
+    return F.kl_div(x, target.exp(), reduction=reduction)
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # The gradient in the narrow input of a mean of n elements was n times too large.
+    "kl_div of a wide target": lambda x: kl_of_parts(x, True, "mean"),
+    "kl_div of a narrow target": lambda x: kl_of_parts(x, False, "mean"),
+    "sum of kl_div of a wide target": lambda x: kl_of_parts(x, True, "sum"),
+    "sum of kl_div of a narrow target": lambda x: kl_of_parts(x, False, "sum"),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("sizes", [((2, 3), (5, 3), (3, 4)), ((5, 3), (2, 3), (3, 4))], ids=["1 first", "1 later"])
+def test_a_computed_size_that_is_1_at_some_sizes(name: str, sizes: tuple[tuple[int, int], ...]) -> None:
+    with compared(model(COMPUTED[name]), captures=None) as compare:
+        for batch, length in sizes:
+            compare.train(batch, length)

@@ -210,12 +210,15 @@ class TracedGradient:
             input_symbols = set().union(*(free_unbacked_symbols(t) for t in self._tensors))
             if any(free_unbacked_symbols(v) - input_symbols for v in pytree.tree_leaves(value) if _has_sizes(v)):
                 raise RefusedTrace(f"{node.target} returns a data-dependent size")
-        for binding in self._small_sizes():
+        for binding in self._other_sizes():
             if self._runs_at(call, binding) and (fault := _fault_at(module, binding)):
                 raise RefusedTrace(fault)
 
-    def _small_sizes(self) -> list[dict[Any, Any]]:
-        """Return bindings in which sizes are 1 instead of the example's: all of them, and one at a time."""
+    def _other_sizes(self) -> list[dict[Any, Any]]:
+        """Return sizes to check a trace at: twice the example's, and 1 for all symbols and for one at a time.
+
+        A size that is computed from the example's may be 1, as s0 - 1, and is not where they are twice as large.
+        """
         symbols = sorted(set().union(*map(_symbols, (*self._tensors, *self._sizes))), key=str)
         if not symbols:
             return []
@@ -223,7 +226,8 @@ class TracedGradient:
         hints = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
         example = {s: sympy.Integer(hints.get(s, 2)) for s in symbols}
         one = sympy.Integer(1)
-        return [dict.fromkeys(symbols, one), *({**example, s: one} for s in symbols if len(symbols) > 1)]
+        ones = [dict.fromkeys(symbols, one), *({**example, s: one} for s in symbols if len(symbols) > 1)]
+        return [{s: 2 * size for s, size in example.items()}, *ones]
 
     def _runs_at(self, call: AtenCall, binding: Mapping[Any, Any]) -> bool:
         try:

@@ -21,12 +21,13 @@ from onnxtrain.capture.convert.aten_gradient import TracedGradient
 from onnxtrain.capture.convert.symbolic_sizes import fixed_number, number_from_sizes, size_of, tensor_type
 from onnxtrain.capture.export.checkpoint_regions import REGION, region_of
 from onnxtrain.capture.functionalize.autocast import refuse_hidden_casts
+from onnxtrain.capture.functionalize.composite_operators import size_decisions
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, is_differentiable_type, rank_of, set_type, type_of
 from onnxtrain.ops import FROM_TORCH, builder
-from onnxtrain.ops.aten_node import Text, aten_call, aten_node
+from onnxtrain.ops.aten_node import Text, aten_call, aten_node, reads_strides
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.dtypes import ONNX_DTYPES
 from onnxtrain.ops.python_function.node import TORCH_OP as PYTHON_OP
@@ -298,7 +299,7 @@ class _Walk:
         """Convert a call without a definition to an ATen node, with the gradient of PyTorch's autograd."""
         values = [_value(a) for a in pytree.tree_leaves((node.args, node.kwargs))]
         fakes = [v for v in values if isinstance(v, torch.Tensor)]
-        aten = aten_node(self.op, target, arguments, keywords, [is_contiguous_or_false(t) for t in fakes])
+        aten = aten_node(self.op, target, arguments, keywords, _contiguous(target, fakes))
         self.op.graph.opset_imports.setdefault(aten.domain, 1)
         symbolic = [v for v in values if isinstance(v, torch.SymInt) and isinstance(size_of(v), str)]
         gradient = _traced_gradient(aten, fakes, symbolic)
@@ -396,6 +397,15 @@ def _with_fixed_sizes(
 
 def _value(argument: Any) -> Any:
     return argument.meta.get("val") if isinstance(argument, torch.fx.Node) else argument
+
+
+def _contiguous(target: Any, fakes: Sequence[torch.Tensor]) -> list[bool]:
+    """Return which tensors are contiguous; only operators that read memory by strides get a guard on sizes for it."""
+    mode = next((t.fake_mode for t in fakes if isinstance(t, FakeTensor)), None)
+    if mode is None or reads_strides(target):
+        return list(map(is_contiguous_or_false, fakes))
+    with size_decisions(mode.shape_env):
+        return list(map(is_contiguous_or_false, fakes))
 
 
 def _traced_gradient(aten: ir.Node, fakes: list[torch.Tensor], sizes: list[Any]) -> TracedGradient | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import onnx_ir as ir
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph import sizes
@@ -22,8 +24,32 @@ def size_of(value: int | torch.SymInt) -> Size:
     """Translate a size of PyTorch to an int or an expression."""
     if isinstance(value, int):
         return value
-    static = value.node.maybe_as_int()
-    return static if static is not None else sizes.from_sympy(_translate(value.node.expr))
+    static: int | None = value.node.maybe_as_int()
+    if static is not None:
+        return static
+    expr = value.node.expr
+    return sizes.from_sympy(_translate(expr if expr.is_Symbol else expr.xreplace(_fixed_expressions(value))))
+
+
+_FIXED: WeakKeyDictionary[ShapeEnv, tuple[int, dict[Any, Any]]] = WeakKeyDictionary()
+
+
+def _fixed_expressions(value: torch.SymInt) -> Mapping[Any, Any]:
+    """Return the expressions that the export's guards fix to a number, as s0//2 to 1.
+
+    PyTorch replaces only symbols by what guards say of them: a result has size 1 where its argument has size s0//2.
+    """
+    env = value.node.shape_env
+    count, fixed = _FIXED.get(env, (0, {}))
+    if count < len(env.guards):
+        for guard in env.guards[count:]:
+            if isinstance(guard.expr, sympy.Eq):
+                left, right = guard.expr.args
+                expr, number = (right, left) if left.is_Integer else (left, right)
+                if number.is_Integer and not expr.is_Symbol:
+                    fixed[expr] = number
+        _FIXED[env] = len(env.guards), fixed
+    return fixed
 
 
 def fixed_number(value: torch.SymInt | torch.SymFloat) -> int | float:

@@ -24,6 +24,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.body_parts import add_scalar, cast, mul_scalar, promoted
 from onnxtrain.ops.constructors import define_fused
@@ -92,10 +93,16 @@ def _grad_body_of(derivative: PerElement) -> Callable[[Builder, NodeView], ir.Va
 
 
 def same_shape(x: ir.Value, target: ir.Value) -> bool:
-    """Whether both may have the same shape; symbolic dimensions count as equal. PyTorch broadcasts different shapes."""
+    """Whether both have the same shape under the capture's guards: otherwise PyTorch broadcasts.
+
+    Two symbolic sizes are equal, because the capture would have 1 in place of a size that is broadcast.
+    """
     shape, target_shape = sizes.dims_of(x), sizes.dims_of(target)
-    agree = (a == b or isinstance(a, str) or isinstance(b, str) for a, b in zip(shape, target_shape, strict=False))
-    return len(shape) == len(target_shape) and all(agree)
+    return len(shape) == len(target_shape) and all(map(_same_size, shape, target_shape))
+
+
+def _same_size(a: Size, b: Size) -> bool:
+    return a == b or (1 not in (a, b) and (isinstance(a, str) or isinstance(b, str)))
 
 
 def _capture_as(name: str, *attributes: str, promotes_first: bool = False) -> FromTorch:
