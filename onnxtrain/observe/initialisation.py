@@ -35,7 +35,7 @@ _SPARSITY = frozenset({"skip_ignored_labels", "pack_tokens"})
 
 
 def _decisions(report: CompileReport) -> Iterator[str]:
-    """What the passes of data sparsity did or refused, and what backward recomputes with the bytes that it saves."""
+    """What the passes of data sparsity did or refused, and what backward recomputes."""
     for stage in report.stages:
         done = [p for p in stage.passes if p.name in _SPARSITY]
         for p in done:
@@ -43,10 +43,7 @@ def _decisions(report: CompileReport) -> Iterator[str]:
         for refusal in stage.refused:
             if refusal.pass_name in _SPARSITY:
                 yield f"{refusal.pass_name} left {refusal.node} as it is: {refusal.reason}"
-        for chain in stage.subgraphs:
-            if chain.recomputed:
-                each = f"{chain.recomputed} of {chain.frequency} x {chain.pattern}"
-                yield f"backward recomputes {each}, which saves {chain.saved_bytes:,} bytes"
+        yield from (text for text in stage.applied if stage.name == "plan")
 
 
 def _lines(report: CompileReport, seconds: float) -> Iterator[str]:

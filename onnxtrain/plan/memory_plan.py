@@ -8,13 +8,20 @@ recompute="cheap", the default        values that cost little more to recompute 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 import torch
 
 from onnxtrain.autodiff import Joint
+from onnxtrain.graph import sizes
+from onnxtrain.graph.alias import AliasSets
+from onnxtrain.graph.values import TensorType, dtype_of
+from onnxtrain.graph.verify import format_type
+from onnxtrain.ops import definition_of
 from onnxtrain.options import Options
 from onnxtrain.plan.backward_stages import why_not_staged
 from onnxtrain.plan.budget import bytes_allowed, choose_within_budget
@@ -36,6 +43,7 @@ class MemoryPlan:
         choose: makes the choice for the integers of the symbols.
         by_size: whether the choice depends on the sizes.
         subgraphs: those that the option recompute can name, if it names layers or subgraphs.
+        symbol_values: the integers of the symbols in the first call.
         always_report: whether the report has a line even if nothing is recomputed.
     """
 
@@ -43,6 +51,7 @@ class MemoryPlan:
     choose: Callable[[Mapping[str, int]], RecomputeChoice]
     by_size: bool = False
     subgraphs: Sequence[SubgraphReport] = ()
+    symbol_values: Mapping[str, int] = field(default_factory=dict)
     always_report: bool = False
 
     def planned(self, choice: RecomputeChoice) -> Joint:
@@ -50,8 +59,35 @@ class MemoryPlan:
         return apply_choice(self.joint.copy() if self.by_size else self.joint, choice)
 
     def sentences(self, choice: RecomputeChoice) -> list[str]:
-        """The report's lines on a choice."""
-        return [str(choice)] if choice.values or self.always_report else []
+        """The report's lines on a choice: the values that backward recomputes, with their shapes and bytes."""
+        if not choice.values and not self.always_report:
+            return []
+        return [str(choice), *(f"recompute: {row}" for row in self._rows(choice))]
+
+    def _rows(self, choice: RecomputeChoice) -> Iterator[str]:
+        """A row for each op and shape, the largest first. Views are left out: they take no memory."""
+        nodes = [node for node in self.joint.model.graph if node in self.joint.forward_nodes]
+        sets = AliasSets(nodes, definition_of)
+        counts: Counter[tuple[int, str]] = Counter()
+        for node in nodes:
+            for value in node.outputs:
+                if value.name in choice.values and sets.root(value) is value:
+                    counts[self._bytes_and_type(value, node.op_type)] += 1
+        for (size, text), count in sorted(counts.items(), key=lambda item: -item[0][0] * item[1]):
+            memory = f"{size:,} bytes" if size else "of an unknown size"
+            yield f"{text}, {memory}" if count == 1 else f"{count} x {text}, {memory} each"
+
+    def _bytes_and_type(self, value: ir.Value, op_type: str) -> tuple[int, str]:
+        """The bytes of a value in the first call, 0 if its shape depends on data, and its op and type in words."""
+        shape = sizes.dims_of(value)
+        known = [sizes.symbols(size) <= self.symbol_values.keys() for size in shape]
+        shape = tuple(
+            sizes.evaluate(size, self.symbol_values) if is_known else size
+            for size, is_known in zip(shape, known, strict=True)
+        )
+        dtype = dtype_of(value)
+        count = math.prod(size for size in shape if isinstance(size, int)) if all(known) else 0
+        return math.ceil(count * dtype.itemsize), f"{op_type} {format_type(TensorType(dtype, shape))}"
 
 
 def plan_memory(
@@ -89,15 +125,17 @@ def plan_memory(
             joint,
             lambda symbol_values: choose_within_budget(parts, storages(symbol_values), allowed, mutated, early),
             by_size=not isinstance(allowed, float),
+            symbol_values=bind_symbols(joint.model.graph.inputs, inputs),
             always_report=True,
         )
     symbol_values = bind_symbols(joint.model.graph.inputs, inputs)
-    checkpoints, subgraphs = choose_by_checkpoints(joint, mutated), list[SubgraphReport]()
-    if options.recompute not in ("cheap", "none"):
-        choice, subgraphs = choose_by_options(cut(joint), storages(symbol_values), options, mutated)
-        choice = replace(choice, values=choice.values | checkpoints.values)
-    elif options.recompute == "cheap" and not checkpoints.values:
+    choice, subgraphs = choose_by_checkpoints(joint, mutated), list[SubgraphReport]()
+    checkpointed = choice.values
+    if options.recompute != "none" and not checkpointed:
         choice = choose_by_default(cut(joint), symbol_values, mutated)
-    else:
-        choice = checkpoints
-    return MemoryPlan(joint, lambda symbol_values: choice, subgraphs=subgraphs)
+    if options.recompute not in ("cheap", "none"):
+        by_default = choice.values
+        choice, subgraphs = choose_by_options(
+            cut(joint), storages(symbol_values), options, mutated, checkpointed, by_default
+        )
+    return MemoryPlan(joint, lambda symbol_values: choice, subgraphs=subgraphs, symbol_values=symbol_values)

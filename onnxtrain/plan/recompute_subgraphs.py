@@ -142,24 +142,49 @@ def _kept(parts: Cut, storages: Storages) -> dict[ir.Value, int]:
 
 
 def choose_by_options(
-    parts: Cut, storages: Storages, options: Options, mutated: Collection[ir.Value]
+    parts: Cut,
+    storages: Storages,
+    options: Options,
+    mutated: Collection[ir.Value],
+    checkpointed: Collection[str],
+    by_default: Collection[str],
 ) -> tuple[RecomputeChoice, list[SubgraphReport]]:
     """The values that the option `recompute` chooses, and the subgraphs that it can name.
 
-    The summary is logged at INFO, as ONNX Runtime Training did. For the arguments see `find_subgraphs`.
+    Layers never raise the peak over that of the default values: where those of the layers alone would, the default ones
+    are recomputed in addition, or in their place. The summary is logged at INFO, as ONNX Runtime Training did.
+
+    Args:
+        parts: see `find_subgraphs`, as for `storages` and `mutated`.
+        storages: at the sizes of the first call.
+        mutated: inputs of the graph that forward mutates.
+        options: whose option `recompute` names patterns or layers.
+        checkpointed: the names of the values in the user's checkpoints, which are recomputed in any case.
+        by_default: the names of the values that are recomputed without the option.
     """
     subgraphs = find_subgraphs(parts, storages, mutated)
+    always, default = (_named(parts, names) for names in (checkpointed, by_default))
     if not isinstance(options.recompute, str):
-        recomputed = _by_patterns(subgraphs, options.recompute)
+        recomputed = _by_patterns(subgraphs, options.recompute) | always
     else:
-        recomputed = _by_layers(parts, _usable(parts, storages, mutated))
+        layers = _by_layers(parts, _usable(parts, storages, mutated)) | always
         if options.recompute == "all":
-            recomputed.update(v for c in _outside_layers(subgraphs) for v in c.recomputed)
+            layers.update(v for c in _outside_layers(subgraphs) for v in c.recomputed)
+        choices = (layers, layers | default, default)
+        recomputed = min(choices, key=lambda choice: timeline(predict_cut(parts, choice), storages).peak)
+        if recomputed != layers:
+            how = "in addition" if layers <= recomputed else "in their place"
+            LOG.info("recompute=%s: the values of layers alone would raise the peak; the default ones are recomputed %s",
+                     options.recompute, how)  # fmt: skip
     rows = subgraph_reports(subgraphs, recomputed)
     LOG.info("%s", _summary(options, rows))
     planned, own = predict_cut(parts, recomputed), set(parts.forward.nodes)
     seconds = sum(node_seconds(n, storages) for n in planned.backward.nodes if n in own)
     return RecomputeChoice(frozenset(str(v.name) for v in recomputed), seconds, timeline(planned, storages).peak), rows
+
+
+def _named(parts: Cut, names: Collection[str]) -> set[ir.Value]:
+    return {v for node in parts.forward.nodes for v in node.outputs if v.name in names}
 
 
 def subgraph_reports(subgraphs: Sequence[Subgraph], recomputed: Collection[ir.Value]) -> list[SubgraphReport]:

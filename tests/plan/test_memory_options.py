@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import OptionError
@@ -112,6 +113,66 @@ def test_the_second_level_keeps_what_a_layer_hands_to_the_next() -> None:
         model = ORTModule(nn.Sequential(*[Normed() for _ in range(4)]), rng="torch", recompute=level)
         peaks.append(kept_bytes(model))
     assert peaks[1] <= peaks[0]
+
+
+class Chain(nn.Module):
+    """Layers that hand all that they compute to the next: none keeps anything for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x
+
+
+class Wide(nn.Module):
+    """Layers of which each keeps more if it is recomputed: a small sum of two large results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.layer_norm(nn.functional.silu(layer(x, x)) * x, (WIDTH,))
+        return x
+
+
+@pytest.mark.parametrize("make", [Chain, Wide, Network])
+@pytest.mark.parametrize("level", ["layers", "all"])
+def test_a_level_never_raises_the_peak_over_the_defaults(make: type[nn.Module], level: str) -> None:
+    torch.manual_seed(0)
+    module = make()
+    default, levelled = (
+        kept_bytes(ORTModule(copy.deepcopy(module), rng="torch", **options)) for options in ({}, {"recompute": level})
+    )
+    assert levelled <= default
+
+
+def test_the_log_tells_that_layers_would_raise_the_peak(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "onnxtrain")
+    torch.manual_seed(0)
+    model = ORTModule(Chain(), rng="torch", recompute="layers")
+    model(torch.ones(512, WIDTH)).square().sum().backward()
+    assert "the values of layers alone would raise the peak; the default ones are recomputed in addition" in caplog.text
+
+
+def test_checkpoints_are_recomputed_beside_layers() -> None:
+    class Checkpointed(Network):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    counts = []
+    for recompute in ("cheap", "layers", "Gelu+:1:-1"):
+        torch.manual_seed(0)
+        model = ORTModule(Checkpointed(), rng="torch", recompute=recompute)
+        model(torch.ones(512, WIDTH)).square().sum().backward()
+        (applied,) = [stage.applied for stage in model.report().stages if stage.name == "plan"]
+        counts.append(int(applied[0].split()[1]))
+    assert counts[0] <= min(counts[1:])
 
 
 def test_a_count_and_a_kind_decide_how_many(module: nn.Module) -> None:
