@@ -174,8 +174,10 @@ def choose_by_options(
         recomputed = min(choices, key=lambda choice: timeline(predict_cut(parts, choice), storages).peak)
         if recomputed != layers:
             how = "in addition" if layers <= recomputed else "in their place"
-            LOG.info("recompute=%s: the values of layers alone would raise the peak; the default ones are recomputed %s",
-                     options.recompute, how)  # fmt: skip
+            LOG.info(
+                "recompute=%s: the values of layers alone would raise the peak; the default ones are recomputed %s",
+                options.recompute, how,
+            )  # fmt: skip
     rows = subgraph_reports(subgraphs, recomputed)
     LOG.info("%s", _summary(options, rows))
     planned, own = predict_cut(parts, recomputed), set(parts.forward.nodes)

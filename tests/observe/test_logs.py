@@ -47,7 +47,7 @@ def net() -> torch.nn.Module:
 def test_info_tells_what_backward_recomputes_with_shapes_and_bytes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "onnxtrain")
     layers = (torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
-    train(torch.nn.Sequential(*layers), batch=128)
+    train(ORTModule(torch.nn.Sequential(*layers)), batch=128)
     assert "Sequential: recompute: 2 values" in caplog.text
     assert "Sequential: recompute: 2 x Gelu float[128, 64], 32,768 bytes each" in caplog.text
 
