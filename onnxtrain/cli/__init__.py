@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         of this package or of the user's code, whose traceback is shown without this package's frames. If argparse
         rejects the arguments, the process exits with USAGE.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="onnxtrain",
         description="Trains PyTorch models as ONNX graphs.",
@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage="onnxtrain <command> [options]",
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="see below")
-    if not given:
+    if not words:
         parser.print_help(sys.stderr)
         return USAGE
-    name = parser.parse_args(given[:1]).command
+    name = parser.parse_args(words[:1]).command
     try:
         command: Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     except ModuleNotFoundError as error:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.arguments(own)
     try:
-        return command.run(own.parse_args(given[1:]))
+        return command.run(own.parse_args(words[1:]))
     except OnnxTrainError as error:
         Console(stderr=True).print(str(error), style="red", markup=False, soft_wrap=True)
         return USAGE if isinstance(error, OptionError) else FAILED

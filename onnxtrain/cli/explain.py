@@ -47,11 +47,12 @@ def pass_lines(report: CompileReport) -> Iterator[str]:
     """The changes that each pass applied, then those it refused, with module and source location."""
     idle: dict[str, None] = {}
     for stage in report.stages:
-        for one in stage.passes:
-            if one.applied or one.refused:
-                yield from _lines_of_pass(f"{one.name} ({stage.name})", one)
+        for pass_report in stage.passes:
+            title = f"{pass_report.name} ({stage.name})"
+            if pass_report.applied or pass_report.refused:
+                yield from _lines_of_pass(title, pass_report)
             else:
-                idle[f"{one.name} ({stage.name})"] = None
+                idle[title] = None
     if idle:
         yield f"nothing to do: {', '.join(idle)}"
 

@@ -123,7 +123,7 @@ def _files(folder: Path, prefix: str) -> dict[str, Path]:
 
 
 class _Evaluation:
-    """Computes loss and accuracy on the test samples."""
+    """The loss and accuracy on the test samples."""
 
     def __init__(self, path: Path, state: CheckpointState) -> None:
         self._session = open_session(path, Device(), ort.SessionOptions())
@@ -231,7 +231,7 @@ def _data(name: str, types: Mapping[str, tuple[str, Sequence[int | str | None]]]
     for input_name, array in data.items():
         dtype, shape = types[input_name]
         fits = array.ndim == len(shape) and all(
-            size == given for size, given in zip(shape[1:], array.shape[1:], strict=True) if isinstance(size, int)
+            size == got for size, got in zip(shape[1:], array.shape[1:], strict=True) if isinstance(size, int)
         )
         if array.dtype.name != dtype or not fits:
             expected, got = f"{dtype} {_sizes(shape)}", f"{array.dtype.name} {_sizes(array.shape)}"

@@ -185,7 +185,7 @@ def _write_checkpoint(training: Extended, choice: Choice, path: Path, *, nominal
 
 def _loss_block(loss: object) -> Block:
     if loss is None:
-        LOG.info("no loss is given: the model's first output is used as the loss")
+        LOG.info("no loss given: using the model's first output as the loss")
         return PassThrough()
     if isinstance(loss, Block):
         return loss
@@ -199,8 +199,9 @@ def _optimizer(optimizer: object) -> optimizers.Optimizer | None:
         return optimizer
     if isinstance(optimizer, OptimType):
         return _OPTIMIZERS[optimizer]()
-    what = f"Unknown optimizer: an OptimType or a block of onnxblock.optim is expected, got {type(optimizer).__name__}"
-    raise TypeError(what)
+    raise TypeError(
+        f"Unknown optimizer: expected an OptimType or a block of onnxblock.optim, got {type(optimizer).__name__}."
+    )
 
 
 def _check_arguments(
@@ -256,13 +257,13 @@ class _Sources:
 
     def choice(self, requires_grad: Sequence[str] | None, frozen: Sequence[str] | None) -> Choice:
         """The parameters to train and to freeze; none to train if the model has none besides the frozen ones."""
-        given = requires_grad is not None
+        is_explicit = requires_grad is not None
         if requires_grad is None:
             requires_grad = [name for name in self._trainable or () if name not in (frozen or ())]
         if frozen is None:
             parameters = [*(self._trainable or ()), *(self._frozen or ())]
             frozen = [name for name in parameters if name not in requires_grad]
-        if not requires_grad and (given or self._candidates(frozen)):
+        if not requires_grad and (is_explicit or self._candidates(frozen)):
             names = self._candidates(())
             shown = f"{', '.join(names[:30])}{', …' if len(names) > 30 else ''}"
             raise ArtifactError(

@@ -28,7 +28,7 @@ import onnx_ir as ir
 
 from onnxtrain.device.custom_ops import declare_types
 from onnxtrain.device.from_onnx import convert, prepare
-from onnxtrain.device.light_model import Tensors, hold_out, put_back, whole, without_stubs
+from onnxtrain.device.light_model import Tensors, hold_out, put_back, with_data, without_stubs
 from onnxtrain.device.stock import for_stock
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph import sizes
@@ -107,7 +107,7 @@ class Base:
         values = (*graph.input, *graph.output, *graph.value_info)
         return any(value.name == name and value.type.HasField("sequence_type") for value in values)
 
-    def whole(self) -> ir.Model:
+    def with_data(self) -> ir.Model:
         """The model with all tensor data, and with the types of custom ops if a library is set."""
         model = put_back(self.model, self.tensors)
         library = _library.get()
@@ -118,7 +118,7 @@ class Base:
     def _converted(self, name: str) -> tuple[int, list[int | str]]:
         """Infer the type by onnxtrain's shape inference, which follows more dimensions than ONNX's."""
         try:
-            converted = convert(prepare(self.whole()), [name], (), {}, training=False)
+            converted = convert(prepare(self.with_data()), [name], (), {}, training=False)
         except ArtifactError as error:
             problem = f"The type of {name!r} cannot be inferred."
             raise ArtifactError(problem, error.where, got=str(error), todo="declare its type and shape") from error
@@ -282,11 +282,11 @@ class ForwardBlock(Block):
         """
         if self._extended is None:
             raise ArtifactError("The block was not called yet, and has no model.", todo="call the block first")
-        whole = self._extended.whole()
-        if any(node.domain == OWN for node in whole.graph) and not whole.functions:
-            outputs = [str(value.name) for value in whole.graph.outputs]
-            whole = for_stock(convert(prepare(whole), outputs, (), {}, training=False), portable=False)
-        return ir.to_proto(whole)
+        model = self._extended.with_data()
+        if any(node.domain == OWN for node in model.graph) and not model.functions:
+            outputs = [str(value.name) for value in model.graph.outputs]
+            model = for_stock(convert(prepare(model), outputs, (), {}, training=False), portable=False)
+        return ir.to_proto(model)
 
 
 def names_of(result: Any) -> list[str]:
@@ -310,4 +310,4 @@ def set_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
 def parameters_of(base: Base, names: Sequence[str]) -> list[onnx.TensorProto]:
     """Initializers of the model, with their data."""
     stubs = {t.name: t for t in base.model.graph.initializer}
-    return [whole(stubs[name], base.tensors.get(name)) for name in names]
+    return [with_data(stubs[name], base.tensors.get(name)) for name in names]

@@ -191,16 +191,16 @@ class LabelEncoder(Block):
         super().__init__()
         keys = {"keys_floats": keys_floats, "keys_int64s": keys_int64s, "keys_strings": keys_strings}
         values = {"values_floats": values_floats, "values_int64s": values_int64s, "values_strings": values_strings}
-        given = [{n: list(v) for n, v in lists.items() if v is not None} for lists in (keys, values)]
-        lengths = {len(v) for lists in given for v in lists.values()}
-        if any(len(lists) != 1 for lists in given) or len(lengths) != 1:
-            got = ", ".join(f"{n}: {len(v)}" for lists in given for n, v in lists.items())
+        given_lists = [{n: list(v) for n, v in lists.items() if v is not None} for lists in (keys, values)]
+        lengths = {len(v) for lists in given_lists for v in lists.values()}
+        if any(len(lists) != 1 for lists in given_lists) or len(lengths) != 1:
+            got = ", ".join(f"{n}: {len(v)}" for lists in given_lists for n, v in lists.items())
             raise ArtifactError(
                 "LabelEncoder expects one list of keys and one list of values of equal length.", got=got
             )
         self._attributes: dict[str, Any] = {
-            **given[0],
-            **given[1],
+            **given_lists[0],
+            **given_lists[1],
             "default_float": default_float,
             "default_int64": default_int64,
             "default_string": default_string,

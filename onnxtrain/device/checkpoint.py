@@ -66,16 +66,18 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(path)
     if path.is_dir():
-        what = "Folders are not supported as checkpoints: onnxruntime-training wrote them up to 1.16."
-        raise CheckpointError(what, str(path), "one file", "a folder", "Save it again with onnxruntime-training 1.19.")
+        problem = "Folders are not supported as checkpoints: onnxruntime-training wrote them up to 1.16."
+        raise CheckpointError(
+            problem, str(path), "one file", "a folder", "Save it again with onnxruntime-training 1.19."
+        )
     with open(path, "rb") as file:
         if predecessor_checkpoint.recognizes(file.read(8)):
             return predecessor_checkpoint.read(path)
     tensors, metadata = safetensors_file.read(path)
     if ENTRY not in metadata:
-        what = "The safetensors file is not a training checkpoint."
+        problem = "The safetensors file is not a training checkpoint."
         raise CheckpointError(
-            what, str(path), f"a metadata entry {ENTRY!r}", sorted(metadata), "Pass a training checkpoint."
+            problem, str(path), f"a metadata entry {ENTRY!r}", sorted(metadata), "Pass a training checkpoint."
         )
     return _Reader(path, tensors, metadata[ENTRY]).checkpoint()
 
@@ -118,9 +120,9 @@ class _Reader:
         if not isinstance(self.entry, dict):
             self.refuse("a JSON object in the metadata", type(self.entry).__name__)
         if self.entry.get("version") != VERSION:
-            what = "The version of the checkpoint format is not supported."
+            problem = "The version of the checkpoint format is not supported."
             todo = "Use the version of onnxtrain that wrote it, or a later one."
-            raise CheckpointError(what, str(path), VERSION, self.entry.get("version"), todo)
+            raise CheckpointError(problem, str(path), VERSION, self.entry.get("version"), todo)
 
     def checkpoint(self) -> Checkpoint:
         self._restore_strings()

@@ -36,8 +36,8 @@ def export_for_inferencing(
         import onnx_ir as ir  # noqa: PLC0415  the rest of the training API does not need it
         from onnx_ir.passes import common as passes  # noqa: PLC0415
     except ImportError as error:
-        what = "The export for inference needs the package onnx-ir, which is not installed."
-        raise TrainingError(what, todo="pip install onnx-ir") from error
+        problem = "The export for inference needs the package onnx-ir, which is not installed."
+        raise TrainingError(problem, todo="pip install onnx-ir") from error
     model = ir.load(eval_model)
     ir.external_data.load_to_model(model)  # the target has external data of its own
     _cut(model.graph, output_names, eval_model)
@@ -58,9 +58,9 @@ def _cut(graph: ir.Graph, output_names: Sequence[str], path: Path) -> None:
     values = {value.name: value for node in graph for value in node.outputs}
     available = sorted(str(name) for name in values if name)
     if unknown := [name for name in output_names if name not in values]:
-        what = "The eval graph has no such values."
+        problem = "The eval graph has no such values."
         todo = "Pass names of values in the graph."
-        raise TrainingError(what, str(path), ", ".join(available), ", ".join(unknown), todo)
+        raise TrainingError(problem, str(path), ", ".join(available), ", ".join(unknown), todo)
     if not output_names:
         raise TrainingError(
             "An inference model needs at least one output.", "graph_output_names=", ", ".join(available), "none"

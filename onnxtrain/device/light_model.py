@@ -60,9 +60,9 @@ def _read(path: Path) -> onnx.ModelProto:
             "The model file does not exist.", str(path), todo="pass the path of an .onnx file"
         ) from error
     except Exception as error:  # protobuf's exceptions differ between its versions
-        raise ArtifactError("The file is no ONNX model.", str(path), got=str(error)) from error
+        raise ArtifactError("The file is not an ONNX model.", str(path), got=str(error)) from error
     if not model.HasField("graph"):
-        raise ArtifactError("The file is no ONNX model.", str(path), got=f"no graph in {path.stat().st_size} bytes")
+        raise ArtifactError("The file is not an ONNX model.", str(path), got=f"no graph in {path.stat().st_size} bytes")
     return model
 
 
@@ -141,6 +141,6 @@ def put_back(light: onnx.ModelProto, tensors: Tensors) -> ir.Model:
     return model
 
 
-def whole(tensor: onnx.TensorProto, held: ir.TensorProtocol | None) -> onnx.TensorProto:
+def with_data(tensor: onnx.TensorProto, held: ir.TensorProtocol | None) -> onnx.TensorProto:
     """The tensor with its data."""
     return tensor if held is None else ir.to_proto(ir.Tensor(held.numpy(), dtype=held.dtype, name=tensor.name))

@@ -70,17 +70,17 @@ def _unpack(graph: ir.Graph, sequence: str, tensors: Sequence[ir.Value]) -> None
             got=", ".join(sorted(dtypes)),
             todo="pass the block to generate_artifacts(optimizer=...), whose graph has an input for each tensor",
         )
-    whole = ir.Value(name=sequence, type=ir.SequenceType(ir.TensorType(dtype_of(tensors[0]))))
+    sequence_value = ir.Value(name=sequence, type=ir.SequenceType(ir.TensorType(dtype_of(tensors[0]))))
     first = graph[0]
     for index, tensor in enumerate(tensors):
         position = _constant(np.array(index, np.int64), f"{tensor.name}/position")
-        element = ir.Node(ONNX, "SequenceAt", [whole, position.outputs[0]], name=f"{tensor.name}/SequenceAt")
+        element = ir.Node(ONNX, "SequenceAt", [sequence_value, position.outputs[0]], name=f"{tensor.name}/SequenceAt")
         set_type(element.outputs[0], type_of(tensor))
         tensor.replace_all_uses_with(element.outputs[0])
         graph.inputs.remove(tensor)
         element.outputs[0].name = tensor.name
         graph.insert_before(first, [position, element])
-    graph.inputs.append(whole)
+    graph.inputs.append(sequence_value)
 
 
 def _constant(array: Array, name: str) -> ir.Node:

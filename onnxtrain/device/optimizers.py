@@ -108,11 +108,14 @@ class ClipGradNorm(Block):
 
 
 def _body(name: str, inputs: Sequence[str], nodes: Sequence[tuple[str, list[str], dict[str, Any]]]) -> onnx.GraphProto:
-    """The graph that a SequenceMap runs on each element: each node reads what is named, the last gives the output."""
-    made = [onnx.helper.make_node(op, given, [f"{name}_{i}"], **how) for i, (op, given, how) in enumerate(nodes)]
+    """The graph that a SequenceMap runs on each element. The last of `nodes` gives its output."""
+    protos = [
+        onnx.helper.make_node(op, values, [f"{name}_{i}"], **attributes)
+        for i, (op, values, attributes) in enumerate(nodes)
+    ]
     infos = [onnx.helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, None) for value in inputs]
-    output = onnx.helper.make_tensor_value_info(made[-1].output[0], onnx.TensorProto.FLOAT, None)
-    return onnx.helper.make_graph(made, name, infos, [output])
+    output = onnx.helper.make_tensor_value_info(protos[-1].output[0], onnx.TensorProto.FLOAT, None)
+    return onnx.helper.make_graph(protos, name, infos, [output])
 
 
 def _widened(op: Builder, x: ir.Value) -> ir.Value:
@@ -187,8 +190,8 @@ class Optimizer(ForwardBlock):
             _declare(graph, "learning_rate", TensorType(FLOAT, (1,))),
             _declare(graph, "step", TensorType(ir.DataType.INT64, (1,))),
         )
-        whole = portable or in_sequences
-        in_chunks = [name for name, kind in parameters if not whole and _size(kind) > _IN_CHUNKS_FROM]
+        never_in_chunks = portable or in_sequences
+        in_chunks = [name for name, kind in parameters if not never_in_chunks and _size(kind) > _IN_CHUNKS_FROM]
         kinds = {n: _chunked(kind, index) if n in in_chunks else kind for index, (n, kind) in enumerate(parameters)}
         wide = {name: FLOAT if kind.dtype in _HALF else kind.dtype for name, kind in parameters}
         moments = {name: TensorType(wide[name], kind.shape) for name, kind in kinds.items()}

@@ -110,17 +110,17 @@ def _of_non_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Va
     x = cropped(op, x, nothing, reach)
     zero = op.scalar(0.0, like=dy)
     taken, shares = None, []
-    for place in _split_positions(op, x, kernel, spatial_sizes(n.y)):
-        largest = op.Equal(place, n.y)
+    for elements in _split_positions(op, x, kernel, spatial_sizes(n.y)):
+        largest = op.Equal(elements, n.y)
         first = largest if taken is None else op.And(largest, op.Not(taken))
         taken = largest if taken is None else op.Or(taken, largest)
         shares.append(op.Where(first, dy, zero))
-    whole = _join_positions(op, shares, kernel, spatial_sizes(n.y))
+    joined = _join_positions(op, shares, kernel, spatial_sizes(n.y))
     if n.ceil_mode:
-        inner = cropped(op, whole, nothing, spatial_sizes(n.x))
+        inner = cropped(op, joined, nothing, spatial_sizes(n.x))
     else:
         missing = [sizes.subtract(s, r) for s, r in zip(spatial_sizes(n.x), reach, strict=True)]
-        inner = padded_at_end(op, whole, missing)
+        inner = padded_at_end(op, joined, missing)
     return reshaped(op, inner, sizes.dims_of(n.x))
 
 
@@ -131,8 +131,8 @@ def _split_positions(op: Builder, x: ir.Value, kernel: Sequence[int], windows: S
         pieces_of_axis = []
         for part in parts:
             before, after = sizes.dims_of(part)[:axis], sizes.dims_of(part)[axis + 1 :]
-            each = reshaped(op, part, [*before, count, size, *after])
-            pieces = split(op, each, [1] * size, axis + 1)
+            windowed = reshaped(op, part, [*before, count, size, *after])
+            pieces = split(op, windowed, [1] * size, axis + 1)
             pieces_of_axis += [reshaped(op, piece, [*before, count, *after]) for piece in pieces]
         parts = pieces_of_axis
     return parts
@@ -143,10 +143,10 @@ def _join_positions(op: Builder, parts: Sequence[ir.Value], kernel: Sequence[int
     for axis, size in reversed(list(enumerate(kernel, start=2))):
         joined = []
         for start in range(0, len(parts), size):
-            places = parts[start : start + size]
-            before, after = sizes.dims_of(places[0])[:axis], sizes.dims_of(places[0])[axis + 1 :]
-            along = [op.Unsqueeze(place, int64_vector(op, [axis + 1])) for place in places]
-            row = op.Concat(*along, axis=axis + 1) if size > 1 else along[0]
+            members = parts[start : start + size]
+            before, after = sizes.dims_of(members[0])[:axis], sizes.dims_of(members[0])[axis + 1 :]
+            unsqueezed = [op.Unsqueeze(member, int64_vector(op, [axis + 1])) for member in members]
+            row = op.Concat(*unsqueezed, axis=axis + 1) if size > 1 else unsqueezed[0]
             joined.append(reshaped(op, row, [*before, sizes.multiply(windows[axis - 2], size), *after]))
         parts = joined
     return parts[0]

@@ -62,9 +62,9 @@ def read(path: Path) -> Checkpoint:
         root = _Fields(content, struct.unpack_from("<I", content)[0])
         version = root.number(0, number_types.Int32Flags, 0)
         if version != _VERSION:
-            what = "The version of the checkpoint format is not supported."
+            problem = "The version of the checkpoint format is not supported."
             todo = "Save it again with onnxruntime-training 1.19."
-            raise CheckpointError(what, str(path), _VERSION, version, todo)
+            raise CheckpointError(problem, str(path), _VERSION, version, todo)
         return _Reader(path, root).checkpoint()
     except (struct.error, IndexError, ValueError, TypeError, OverflowError) as error:
         raise corrupt_file_error(path, "offsets within the file", error) from error

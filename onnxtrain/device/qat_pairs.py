@@ -91,7 +91,7 @@ def read(model: onnx.ModelProto | str | os.PathLike[str]) -> ir.Model:
     try:
         loaded = ir.load(path)
     except Exception as error:  # protobuf's exceptions differ between its versions
-        raise ArtifactError("The file is no ONNX model.", str(path), got=str(error)) from error
+        raise ArtifactError("The file is not an ONNX model.", str(path), got=str(error)) from error
     return ir.external_data.load_to_model(loaded)
 
 
@@ -157,15 +157,15 @@ def _refuse(node: ir.Node, why: str, todo: str, got: object = None) -> NoReturn:
 
 def _refuse_other_formats(node: ir.Node, *, in_main_graph: bool) -> None:
     if node.op_type in _DYNAMIC:
-        why = "quantizes by the range of each batch (dynamic quantization): there is no fixed scale to train with."
+        why = "quantizes by the range of each batch (dynamic quantization), so it has no static scale to train with."
         _refuse(node, why, _STATIC)
     if _ON_INTEGERS.fullmatch(node.op_type):
-        _refuse(node, "computes on integers (QOperator format), which no gradient passes.", _STATIC)
+        _refuse(node, "computes on integers (QOperator format), through which no gradient flows.", _STATIC)
     if not in_main_graph and (_is(node, "QuantizeLinear") or _is(node, "DequantizeLinear")):
         todo = (
             "inline functions (onnx.inliner.inline_local_functions), or quantize the model without branches and loops"
         )
-        _refuse(node, "stands in a function, branch or loop.", todo)
+        _refuse(node, "is inside a function, branch or loop.", todo)
 
 
 def _rounding(node: ir.Node, graph: ir.Graph) -> Rounding:
@@ -229,7 +229,7 @@ def _as_initializer(node: ir.Node, index: int, graph: ir.Graph) -> ir.Value:
     producer = value.producer()
     tensor = None if producer is None else producer.attributes.get("value")
     if producer is None or producer.op_type != "Constant" or tensor is None:
-        why = "has a scale or zero point that is computed (dynamic quantization): there is no fixed one to train with."
+        why = "has a computed scale or zero point (dynamic quantization), so it has no static one to train with."
         _refuse(node, why, _STATIC, value.name)
     held = ir.Value(name=f"{value.name}_held", const_value=tensor.as_tensor(), type=value.type, shape=value.shape)
     graph.register_initializer(held)
@@ -271,7 +271,7 @@ def _check_readers(node: ir.Node) -> None:
     if value.is_graph_output():
         others.append("an output of the model")
     if others or not value.uses():
-        why = "must be read by DequantizeLinear alone: no gradient passes what is computed on integers."
+        why = "must be read by DequantizeLinear only: no gradient flows through integer computations."
         _refuse(node, why, _STATIC, ", ".join(others) or "nobody")
 
 
@@ -288,4 +288,4 @@ def _check_one_scale(all_roundings: Sequence[Rounding]) -> None:
             _refuse(rounding.dequantize, why, "give each its own initializer")
         for reader, _ in rounding.source.uses():
             if not _is(reader, "DequantizeLinear"):
-                _refuse(reader, "computes on quantized weights, which no gradient passes.", _STATIC)
+                _refuse(reader, "computes on quantized weights, through which no gradient flows.", _STATIC)

@@ -64,8 +64,8 @@ class Device:
         available = ort.get_available_providers()
         if _PROVIDERS[kind] not in available:
             todo = "Install onnxruntime-gpu in place of onnxruntime, or use device='cpu'."
-            what = f"This onnxruntime cannot run on {name!r}."
-            raise TrainingError(what, "device=", _PROVIDERS[kind], ", ".join(available), todo)
+            problem = f"This onnxruntime cannot run on {name!r}."
+            raise TrainingError(problem, "device=", _PROVIDERS[kind], ", ".join(available), todo)
         return cls(kind, int(index or 0))
 
     @property
@@ -258,13 +258,13 @@ class Graph:
             dtype, shape = _dtype_and_shape(feed)
             expected = self.types[name]
             if not expected.takes(dtype, shape):
-                what = f"The input {name!r} has the wrong dtype or shape."
-                raise TrainingError(what, str(self.path), expected, f"{dtype} {shape}", "Convert it first.")
+                problem = f"The input {name!r} has the wrong dtype or shape."
+                raise TrainingError(problem, str(self.path), expected, f"{dtype} {shape}", "Convert it first.")
             for symbol, size in zip(expected.shape, shape, strict=True):
                 first_size, first = sizes.setdefault(symbol, (size, name)) if isinstance(symbol, str) else (size, name)
                 if first_size != size:
-                    what = f"The inputs {first!r} and {name!r} have inconsistent dimensions."
-                    raise TrainingError(what, str(self.path), f"one size of {symbol!r}", f"{first_size} and {size}")
+                    problem = f"The inputs {first!r} and {name!r} have inconsistent dimensions."
+                    raise TrainingError(problem, str(self.path), f"one size of {symbol!r}", f"{first_size} and {size}")
 
     def _reset_outputs(self) -> None:
         """Request new memory: onnxruntime would otherwise overwrite the results of the last run."""
@@ -304,8 +304,8 @@ def open_session(graph: Path | bytes, device: Device, options: ort.SessionOption
     _configure(options, _SHARED_ALLOCATORS, "1")
     if _configure(options, _PREPACKING, "1") != "1":
         # A packed copy of a weight would not follow its updates.
-        what = "Prepacking is not supported for training."
-        raise TrainingError(what, f"session_options, {_PREPACKING}", "'1', or not set", "'0'", "Leave it out.")
+        problem = "Prepacking is not supported for training."
+        raise TrainingError(problem, f"session_options, {_PREPACKING}", "'1', or not set", "'0'", "Leave it out.")
     _register_allocator()
     try:
         return ort.InferenceSession(graph, options, providers=device.providers)
@@ -333,13 +333,13 @@ def _register_allocator() -> None:
 def _metadata(session: ort.InferenceSession, path: Path, kind: str) -> ArtifactMetadata:
     text = session.get_modelmeta().custom_metadata_map.get(METADATA)
     if text is None:
-        what = "The model is not a training graph of onnxtrain."
+        problem = "The model is not a training graph of onnxtrain."
         todo = "Write the artifacts with onnxtrain.artifacts.generate_artifacts."
-        raise TrainingError(what, str(path), f"a metadata entry {METADATA!r}", "none", todo)
+        raise TrainingError(problem, str(path), f"a metadata entry {METADATA!r}", "none", todo)
     entry: dict[str, Any] = json.loads(text)
     if entry["version"] != VERSION:
-        what = "The version of the training graph is not supported."
-        raise TrainingError(what, str(path), VERSION, entry["version"], "Write the artifacts again.")
+        problem = "The version of the training graph is not supported."
+        raise TrainingError(problem, str(path), VERSION, entry["version"], "Write the artifacts again.")
     if entry["kind"] != kind:
         raise TrainingError(
             "The model is another artifact than expected.", str(path), f"the {kind} graph", entry["kind"]

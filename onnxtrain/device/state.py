@@ -68,9 +68,9 @@ class TrainingState:
     def require_values(self) -> None:
         """Raise TrainingError if the state is nominal and has no values."""
         if self.nominal:
-            what = "The state is nominal: its parameters have no values yet."
+            problem = "The state is nominal: its parameters have no values yet."
             todo = "Fill them with Module.copy_buffer_to_parameters(buffer, trainable_only=False)."
-            raise TrainingError(what, todo=todo)
+            raise TrainingError(problem, todo=todo)
 
     def fill(self, values: Mapping[str, Array]) -> None:
         """Copy values to parameters. After all have values, the state is no longer nominal."""
@@ -94,8 +94,8 @@ class TrainingState:
                 self._parameters[name] = self._zeros(types[name])
         for name, buffer in self._parameters.items():
             if name in types and not types[name].takes(buffer.dtype, buffer.shape):
-                what = "A parameter has another dtype or shape than in the graph."
-                raise CheckpointError(what, repr(name), types[name], buffer, _OTHER_ARTIFACTS)
+                problem = "A parameter has another dtype or shape than in the graph."
+                raise CheckpointError(problem, repr(name), types[name], buffer, _OTHER_ARTIFACTS)
         for name in metadata.trainable:
             if name not in self.gradients:
                 self.gradients[name] = self._zeros(types[GRADIENT_BUFFER.format(name)])
@@ -108,13 +108,13 @@ class TrainingState:
             CheckpointError: the checkpoint has the state of another optimizer, or the graph belongs to another model.
         """
         if self.gradients.keys() != set(metadata.trainable):
-            what = "The optimizer graph updates other parameters than the training graph trains."
+            problem = "The optimizer graph updates other parameters than the training graph trains."
             expected_names, names = ", ".join(self.gradients), ", ".join(metadata.trainable)
-            raise CheckpointError(what, None, expected_names, names, _OTHER_ARTIFACTS)
+            raise CheckpointError(problem, None, expected_names, names, _OTHER_ARTIFACTS)
         if self.optimizer and self.optimizer.keys() != set(metadata.state):
-            what = "The checkpoint has the state of another optimizer."
+            problem = "The checkpoint has the state of another optimizer."
             expected_names, names = ", ".join(metadata.state) or "none", ", ".join(self.optimizer)
-            raise CheckpointError(what, None, expected_names, names, _OTHER_ARTIFACTS)
+            raise CheckpointError(problem, None, expected_names, names, _OTHER_ARTIFACTS)
         for state in metadata.state:
             own = self.optimizer.setdefault(state, {})
             for name in metadata.trainable:
@@ -124,8 +124,8 @@ class TrainingState:
                 if name not in own:
                     own[name] = self._zeros(expected)
                 elif not expected.takes(own[name].dtype, own[name].shape):
-                    what = "An optimizer state has another dtype or shape than in the graph."
-                    raise CheckpointError(what, f"{name}.{state}", expected, own[name], _OTHER_ARTIFACTS)
+                    problem = "An optimizer state has another dtype or shape than in the graph."
+                    raise CheckpointError(problem, f"{name}.{state}", expected, own[name], _OTHER_ARTIFACTS)
         if self.learning_rate is None:
             self.learning_rate = DEFAULT_LEARNING_RATE
         return (
@@ -152,9 +152,9 @@ class TrainingState:
     def _move_to(self, device: Device) -> None:
         if device != self.device:
             if self._joined:
-                what = "The state is in use on another device."
+                problem = "The state is in use on another device."
                 raise TrainingError(
-                    what, "device=", self.device, device, "Load the checkpoint again for the other device."
+                    problem, "device=", self.device, device, "Load the checkpoint again for the other device."
                 )
             self.device = device
             for own in (self._parameters, self.gradients, *self.optimizer.values()):
@@ -163,12 +163,12 @@ class TrainingState:
 
     def _check_names(self, metadata: ArtifactMetadata) -> None:
         if missing := [name for name in metadata.parameters if name not in self.names]:
-            what = "The checkpoint lacks parameters of the graph."
-            raise CheckpointError(what, None, ", ".join(missing), ", ".join(self.names), _OTHER_ARTIFACTS)
+            problem = "The checkpoint lacks parameters of the graph."
+            raise CheckpointError(problem, None, ", ".join(missing), ", ".join(self.names), _OTHER_ARTIFACTS)
         if metadata.kind == "training" and self.trainable != set(metadata.trainable):
-            what = "The checkpoint was made for other trainable parameters."
+            problem = "The checkpoint was made for other trainable parameters."
             got = ", ".join(sorted(self.trainable))
-            raise CheckpointError(what, None, ", ".join(metadata.trainable), got, _OTHER_ARTIFACTS)
+            raise CheckpointError(problem, None, ", ".join(metadata.trainable), got, _OTHER_ARTIFACTS)
 
     def _zeros(self, kind: TensorType) -> Buffer:
         shape = [size for size in kind.shape if isinstance(size, int)]

@@ -33,7 +33,7 @@ class Extended:
     """
 
     def __init__(self, base: Base, outputs: Sequence[str], forward_outputs: Sequence[str]) -> None:
-        self._model = prepare(base.whole())
+        self._model = prepare(base.with_data())
         self._outputs = list(outputs)
         self._forward_outputs = [name for name in forward_outputs if name not in outputs]
         self._updates = base.updates
@@ -81,7 +81,7 @@ class Extended:
         return model, Roles(inputs, self._outputs, trainable, frozen, buffers, self._forward_outputs, wanted)
 
     def _inputs(self) -> list[str]:
-        """What a call is fed."""
+        """The names of the inputs of a call."""
         held = self._model.graph.initializers
         return [str(value.name) for value in self._model.graph.inputs if value.name not in held]
 

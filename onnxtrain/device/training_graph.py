@@ -216,11 +216,11 @@ def _refuse_opaque(graph: ir.Graph, roles: Roles) -> None:
         if opaque and node in needed and floating:
             original = unknown_node.original(node)
             raise ArtifactError(
-                f"onnxtrain knows no gradient of {traversal.describe(original)}, "
-                "which lies between the loss and trainable parameters.",
+                f"onnxtrain has no gradient for {traversal.describe(original)}, "
+                "which is between the loss and trainable parameters.",
                 where=traversal.origin(node),
                 got=f"it reads {', '.join(str(v.name) for v in reads)}",
-                todo="train only parameters behind it, write it in other ops, or define the op (see Adding an op)",
+                todo="train only parameters after it, express it by other ops, or define the op (see Adding an op)",
             )
         if definition_of(node).gradient is not NOT_DIFFERENTIABLE:
             active.update(floating)

@@ -1,10 +1,10 @@
-"""Makes `onnxruntime.training` importable beside the stock onnxruntime package, so that old scripts run unchanged.
+"""Make `onnxruntime.training` importable with the stock onnxruntime package, to run existing scripts unchanged.
 
     import onnxtrain.dropin
     from onnxruntime.training.ortmodule import ORTModule
 
-or, without touching the script, `python -m onnxtrain run script.py ...`. `import onnxruntime` stays the stock package.
-The modules stand in `training/`, under the names that they had.
+Without changing the script: `python -m onnxtrain run script.py ...`. `import onnxruntime` still imports the stock
+package. The modules of `onnxruntime.training` are in the folder `training/`, under their original names.
 """
 
 from onnxtrain.dropin.finder import install

@@ -1,4 +1,4 @@
-"""Types of PyTorch and of ONNX in terms of each other."""
+"""Convert dtypes between PyTorch and ONNX."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir import tensor_adapters
 
-# What a traced graph calls them.
+# By their names in TorchScript graphs.
 _SCALARS = {
     "Byte": torch.uint8,
     "Char": torch.int8,
@@ -28,7 +28,7 @@ _SCALARS = {
 
 
 def pytorch_scalar_type_to_pytorch_dtype(scalar_type: str) -> torch.dtype:
-    """The type of a name such as "Float".
+    """The dtype of a TorchScript name such as "Float".
 
     Raises:
         RuntimeError: there is no such name.
@@ -39,26 +39,27 @@ def pytorch_scalar_type_to_pytorch_dtype(scalar_type: str) -> torch.dtype:
 
 
 def pytorch_type_to_onnx_dtype(dtype_or_scalar_name: torch.dtype | str) -> int:
-    """The number that ONNX has for a type of PyTorch, given as a type or as a name such as "Float".
+    """The `onnx.TensorProto.DataType` of a PyTorch dtype, or of a TorchScript name such as "Float".
 
     Raises:
-        RuntimeError: ONNX has no such type.
+        RuntimeError: ONNX has no such dtype.
     """
-    given = dtype_or_scalar_name
-    dtype = pytorch_scalar_type_to_pytorch_dtype(given) if isinstance(given, str) else given
+    dtype = dtype_or_scalar_name
+    if isinstance(dtype, str):
+        dtype = pytorch_scalar_type_to_pytorch_dtype(dtype)
     try:
         return tensor_adapters.from_torch_dtype(dtype).value
     except TypeError as error:
-        raise RuntimeError(f"ONNX has no type for {dtype}.") from error
+        raise RuntimeError(f"Expected a dtype that ONNX has too, got {dtype}.") from error
 
 
 def onnx_dtype_to_pytorch_dtype(onnx_dtype: int) -> torch.dtype:
-    """The type of PyTorch for a number of ONNX.
+    """The PyTorch dtype of an `onnx.TensorProto.DataType`.
 
     Raises:
-        RuntimeError: PyTorch has no such type.
+        RuntimeError: PyTorch has no such dtype.
     """
     try:
         return tensor_adapters.to_torch_dtype(ir.DataType(onnx_dtype))
     except (TypeError, ValueError) as error:
-        raise RuntimeError(f"PyTorch has no type for ONNX's {onnx_dtype}.") from error
+        raise RuntimeError(f"Expected an ONNX dtype that PyTorch has too, got {onnx_dtype}.") from error

@@ -1,4 +1,4 @@
-"""The backends of torch.compile under the predecessor's names: each is `onnxtrain.dynamo.backend`."""
+"""Backends of torch.compile with the names of ONNX Runtime Training; each calls `onnxtrain.dynamo.backend`."""
 
 from __future__ import annotations
 
@@ -12,55 +12,56 @@ from onnxtrain.log import warn_once
 
 
 class OrtBackend:
-    """A backend of torch.compile: `torch.compile(model, backend=OrtBackend())`. It trains as well as it infers.
+    """A backend of torch.compile for training and inference: `torch.compile(model, backend=OrtBackend())`.
 
     Args:
-        ep: an execution provider of onnxruntime. It chooses nothing here: a graph runs where its tensors are.
-        preallocate_output: chooses nothing here: PyTorch's allocator gives the memory.
+        ep: an execution provider of onnxruntime. No effect: a graph runs on the device of its tensors.
+        preallocate_output: no effect: outputs are allocated by PyTorch's allocator.
 
     Attributes:
-        assert_allclose_to_baseline: whether each call of a graph is compared with PyTorch's results.
+        assert_allclose_to_baseline: whether to compare each call of a graph with PyTorch's results.
     """
 
     def __init__(self, ep: str = "", preallocate_output: bool = False) -> None:
         self.assert_allclose_to_baseline = False
         if ep:
-            warn_once(f"OrtBackend(ep={ep!r}) has no effect: a graph runs where its tensors are.")
+            warn_once(f"OrtBackend(ep={ep!r}) has no effect: a graph runs on the device of its tensors.")
         if preallocate_output:
-            warn_once("OrtBackend(preallocate_output=True) has no effect: PyTorch's allocator gives the memory.")
+            warn_once("OrtBackend(preallocate_output=True) has no effect: PyTorch allocates the outputs.")
 
     def compile(self, graph_module: torch.fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-        """What runs a graph that torch.compile found; it is captured at its first call."""
+        """Return a function that runs a graph of torch.compile. The graph is captured on its first call."""
         compiled = dynamo.backend(graph_module, args)
 
         def run(*arguments: Any) -> Any:
             if not self.assert_allclose_to_baseline:
                 return compiled(*arguments)
-            baseline = _in_pytorch(graph_module, arguments)
-            found = compiled(*arguments)
-            _compare(found, baseline)
-            return found
+            baseline = _run_in_pytorch(graph_module, arguments)
+            outputs = compiled(*arguments)
+            _compare(outputs, baseline)
+            return outputs
 
         return run
 
     __call__ = compile
 
 
-def _in_pytorch(graph: torch.fx.GraphModule, arguments: Sequence[Any]) -> Any:
-    """What the graph gives in PyTorch, of copies: it may change its arguments. Random numbers are drawn again later."""
+def _run_in_pytorch(graph: torch.fx.GraphModule, arguments: Sequence[Any]) -> Any:
+    """Run the graph in PyTorch on copies, as it may mutate its arguments. The RNG state is restored afterwards."""
     devices = {a.device for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "cuda"}
     copies = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in arguments]
     with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
         return graph(*copies)
 
 
-def _compare(found: Any, baseline: Any) -> None:
-    """Raises RuntimeError where the results differ by more than the predecessor's tolerance."""
+def _compare(outputs: Any, baseline: Any) -> None:
+    """Raise RuntimeError if the results differ by more than the tolerance of ONNX Runtime Training."""
     try:
-        torch.testing.assert_close(found, baseline, rtol=1e-3, atol=1e-4, equal_nan=True)
+        torch.testing.assert_close(outputs, baseline, rtol=1e-3, atol=1e-4, equal_nan=True)
     except AssertionError as error:
         raise RuntimeError(
-            f"the graph's results differ from PyTorch's: {error}. Dropout is compared under ONNXTRAIN_RNG=torch only."
+            f"The outputs of the graph differ from those of PyTorch: {error}. If the graph has dropout, set "
+            "ONNXTRAIN_RNG=torch, so that both sample the same masks."
         ) from error
 
 
@@ -68,10 +69,10 @@ DEFAULT_BACKEND = OrtBackend()
 
 
 def make_aot_ort(dynamic: bool = False) -> tuple[OrtBackend, OrtBackend]:
-    """A backend for training, and the one inside it: the same here.
+    """A backend with AOTAutograd and the one that it wraps: here the same object.
 
     Args:
-        dynamic: sizes stay open whether it is set or not.
+        dynamic: no effect: dimensions are always dynamic.
     """
-    made = OrtBackend()
-    return made, made
+    shared = OrtBackend()
+    return shared, shared

@@ -1,4 +1,4 @@
-"""Finds and replaces parts of an `onnx.GraphProto`, for functions of `register_graph_optimizer`."""
+"""Find and replace subgraphs of an `onnx.GraphProto`, for functions of `register_graph_optimizer`."""
 
 from __future__ import annotations
 
@@ -8,53 +8,55 @@ from typing import Any, TypeAlias
 import onnx
 from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
-# (op type, whether the node gives to its targets or takes from them,
-#  [(number of the target in the pattern, number of the giver's output, number of the taker's input), ...])
+# (op type, whether the node produces inputs of its targets or consumes their outputs,
+#  [(index of the target in the pattern, output index of the producer, input index of the consumer), ...])
 PatternEntry: TypeAlias = tuple[str, bool, Sequence[tuple[int, int, int]]]
 
 
 class GraphMatcher:
-    """Finds nodes by what they are connected to.
+    """Find nodes by their connections.
 
     Args:
-        graph: may be changed between calls, but not while results are looked at.
+        graph: may be modified between calls, but not while the matches are in use.
     """
 
     def __init__(self, graph: GraphProto) -> None:
         self._graph = graph
 
     def match_pattern(self, pattern: Sequence[PatternEntry]) -> list[list[NodeProto]]:
-        """All matches, each the nodes in the order of the pattern.
+        """All matches; each is a list of nodes in the order of the pattern.
 
         Args:
-            pattern: the first entry has no targets; each later one names entries before it. Of several nodes that fit
-                an entry the first one counts.
+            pattern: the first entry has no targets; the targets of a later one are earlier entries. If several nodes
+                match an entry, the first one is used.
         """
-        return [found for node in self._graph.node if (found := self._from(node, pattern)) is not None]
+        return [match for node in self._graph.node if (match := self._match_from(node, pattern)) is not None]
 
-    def _from(self, first: NodeProto, pattern: Sequence[PatternEntry]) -> list[NodeProto] | None:
+    def _match_from(self, first: NodeProto, pattern: Sequence[PatternEntry]) -> list[NodeProto] | None:
         if first.op_type != pattern[0][0]:
             return None
-        found = [first]
-        for op_type, gives, links in pattern[1:]:
-            fitting = (
+        match = [first]
+        for op_type, is_producer, links in pattern[1:]:
+            candidates = (
                 node
                 for node in self._graph.node
                 if node.op_type == op_type
                 and all(
-                    _linked(node, found[target], out, into) if gives else _linked(found[target], node, out, into)
-                    for target, out, into in links
+                    _is_link(node, match[target], output, input_)
+                    if is_producer
+                    else _is_link(match[target], node, output, input_)
+                    for target, output, input_ in links
                 )
             )
-            node = next(fitting, None)
+            node = next(candidates, None)
             if node is None:
                 return None
-            found.append(node)
-        return found
+            match.append(node)
+        return match
 
     def get_producer(self, arg: str, op_type: str, output_idx: int) -> NodeProto | None:
-        """The node of this type that has the value as this output."""
-        found: NodeProto | None = next(
+        """The node of this type whose output at this index is the value; None if there is none."""
+        producer: NodeProto | None = next(
             (
                 n
                 for n in self._graph.node
@@ -62,18 +64,18 @@ class GraphMatcher:
             ),
             None,
         )
-        return found
+        return producer
 
     def get_consumer(self, arg: str, op_type: str, input_idx: int) -> NodeProto | None:
-        """The first node of this type that has the value as this input."""
-        found: NodeProto | None = next(
+        """The first node of this type whose input at this index is the value; None if there is none."""
+        consumer: NodeProto | None = next(
             (n for n in self._graph.node if n.op_type == op_type and list(n.input[input_idx : input_idx + 1]) == [arg]),
             None,
         )
-        return found
+        return consumer
 
     def get_constant_value(self, arg: str) -> Any:
-        """The elements of a constant or initializer: a number where it has no dimensions; None for other values."""
+        """The elements of a constant or initializer, as nested lists or a Python scalar; None for other values."""
         for tensor in self._graph.initializer:
             if tensor.name == arg:
                 return _elements(tensor)
@@ -83,7 +85,7 @@ class GraphMatcher:
         return next((_elements(a.t) for a in node.attribute if a.name == "value"), None)
 
     def get_type_and_shape(self, arg: str) -> tuple[int | None, list[Any] | None]:
-        """The type of the elements, and the sizes, open ones by name; None for what is not known."""
+        """The dtype and the shape, with dynamic dimensions by name; None for what is unknown."""
         for info in (*self._graph.value_info, *self._graph.input, *self._graph.output):
             if info.name == arg:
                 kind = info.type.tensor_type
@@ -95,8 +97,10 @@ class GraphMatcher:
         return None, None
 
 
-def _linked(giver: NodeProto, taker: NodeProto, out: int, into: int) -> bool:
-    return out < len(giver.output) and into < len(taker.input) and giver.output[out] == taker.input[into]
+def _is_link(producer: NodeProto, consumer: NodeProto, output: int, input_: int) -> bool:
+    if output >= len(producer.output) or input_ >= len(consumer.input):
+        return False
+    return bool(producer.output[output] == consumer.input[input_])
 
 
 def _elements(tensor: onnx.TensorProto) -> Any:
@@ -104,16 +108,16 @@ def _elements(tensor: onnx.TensorProto) -> Any:
 
 
 def check_attribute_value(node: NodeProto, attr_name: str, expected_value: Any) -> bool:
-    """Whether the node has the attribute with this value; texts may be given as str."""
+    """Whether the node has the attribute with this value. A string attribute is compared as str."""
     for attribute in node.attribute:
         if attribute.name == attr_name:
-            found = helper.get_attribute_value(attribute)
-            return bool((found.decode() if isinstance(found, bytes) else found) == expected_value)
+            value = helper.get_attribute_value(attribute)
+            return bool((value.decode() if isinstance(value, bytes) else value) == expected_value)
     return False
 
 
 def make_constant_node(name: str, data_type: int, dims: Sequence[int], vals: Sequence[Any]) -> NodeProto:
-    """A Constant whose output is `name`."""
+    """Make a Constant node whose output is `name`."""
     tensor = helper.make_tensor(name, data_type, dims, vals)
     return helper.make_node("Constant", [], [name], name=f"Constant_{name}", value=tensor)
 
@@ -124,7 +128,7 @@ def update_graph(
     nodes_to_add: Iterable[NodeProto],
     new_value_infos: Iterable[ValueInfoProto] = (),
 ) -> None:
-    """Takes nodes out and puts others in; where among the nodes they stand does not matter."""
+    """Remove nodes and append others. The nodes need not be in topological order."""
     for node in nodes_to_remove:
         graph.node.remove(node)
     graph.node.extend(nodes_to_add)

@@ -14,8 +14,8 @@ def export_jit_graph_to_onnx_model_proto(graph: torch.Graph, operator_export_typ
     """Export a TorchScript graph as an ONNX model at opset 17.
 
     Args:
-        graph: its inputs and values have types, as those of a traced graph. It is not changed.
-        operator_export_type: a member of `torch.onnx.OperatorExportTypes`, or its number.
+        graph: with typed inputs and values, such as a traced graph. Not modified.
+        operator_export_type: a member of `torch.onnx.OperatorExportTypes`, or its integer value.
 
     Returns:
         A serialized `onnx.ModelProto`.

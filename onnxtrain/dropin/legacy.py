@@ -1,4 +1,4 @@
-"""What only scripts of ONNX Runtime Training ask for: constants, switches that others took over, legacy classes."""
+"""Names that only scripts of ONNX Runtime Training use: constants, replaced switches, legacy classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnxtrain.options import JSON_VARIABLE, Options
 from onnxtrain.options.table import replace_default
 from onnxtrain.options.without_effect import VARIABLES
 
-# The opset of the predecessor's graphs; onnxtrain's own writes the one of the option onnx_opset.
+# The opset of ONNX Runtime Training's graphs. onnxtrain writes files in the opset of the option onnx_opset.
 ONNX_OPSET_VERSION = 17
 MINIMUM_RUNTIME_PYTORCH_VERSION_STR = "1.8.1"
 ORTMODULE_FALLBACK_POLICY = Options().fallback_policy
@@ -38,31 +38,31 @@ ORTMODULE_TORCH_CPP_DIR = str(Path(__file__).parent / "training" / "ortmodule" /
 
 
 class Settings(types.ModuleType):
-    """A module whose settings take effect where they are assigned, for the ORTModules that are made from then on."""
+    """A module whose settings, when assigned, apply to all ORTModules created afterwards."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _DEFAULTS:
             replace_default(_DEFAULTS[name], value)
         elif name == "ORTMODULE_IS_DETERMINISTIC" and value != torch.are_deterministic_algorithms_enabled():
             warnings.warn(
-                f"{self.__name__}.{name} = {value} has no effect: ORTModule follows PyTorch. Call "
+                f"{self.__name__}.{name} = {value} has no effect: ORTModule uses PyTorch's setting. Call "
                 f"torch.use_deterministic_algorithms({value}).",
                 UserWarning,
                 stacklevel=2,
             )
         elif name in ("MINIMUM_RUNTIME_PYTORCH_VERSION_STR", "ORTMODULE_TORCH_CPP_DIR"):
-            warnings.warn(f"{self.__name__}.{name} has no effect: it only informs", UserWarning, stacklevel=2)
+            warnings.warn(f"{self.__name__}.{name} has no effect: nothing reads it.", UserWarning, stacklevel=2)
         super().__setattr__(name, value)
 
 
 def set_seed(seed: int) -> None:
-    """Seed onnxruntime, and what ORTModule draws: that comes from PyTorch's generators."""
+    """Seed onnxruntime, and PyTorch's generators, which ORTModule samples from."""
     set_seed_of_onnxruntime(seed)
     torch.manual_seed(seed)
 
 
 class PropagateCastOpsStrategy(IntEnum):
-    """How ORTModule moved casts. onnxtrain leaves them where autocast puts them."""
+    """How ORTModule moved casts. In onnxtrain they stay where autocast inserts them."""
 
     NONE = 0
     INSERT_AND_REDUCE = 1
@@ -71,7 +71,7 @@ class PropagateCastOpsStrategy(IntEnum):
 
 @dataclass
 class TrainingParameters:
-    """Settings of the trainer before ORTModule, which is gone: plain values that nothing reads."""
+    """Settings of the trainer that preceded ORTModule and no longer exists. Nothing reads them."""
 
     loss_output_name: str = ""
     mixed_precision_type: str = "fp32"
@@ -87,7 +87,7 @@ class TrainingParameters:
 
 
 def is_ortmodule_available() -> bool:
-    """Whether ORTModule can be used: always."""
+    """Whether ORTModule can be used. Always True."""
     return True
 
 
@@ -97,44 +97,46 @@ def is_triton_enabled() -> bool:
 
 
 def is_torch_interop_default_on() -> bool:
-    """Whether custom autograd functions are captured unless switched off: always."""
+    """Whether custom autograd functions are captured by default. Always True."""
     return True
 
 
 def enable_custom_autograd_support(to_enable: bool = True) -> None:
-    """Switches custom autograd functions on or off for the ORTModules that this process makes from now on."""
+    """Enable or disable custom autograd functions for the ORTModules that this process creates from now on."""
     os.environ["ORTMODULE_ENABLE_CUSTOM_AUTOGRAD"] = str(int(to_enable))
 
 
 def register_triton_kernel(fn: Callable[..., Any]) -> None:
-    """Not possible: a graph's kernels have no names.
+    """Refuse to register a Triton kernel: onnxtrain does not call kernels by name.
 
     Raises:
         NotImplementedError: always.
     """
     raise NotImplementedError(
-        f"{fn.__name__} cannot be registered: onnxtrain calls no Triton kernels by name. Make it an operator with "
-        "torch.library.triton_op, and call that in forward: a graph takes it as a node."
+        f"{fn.__name__} cannot be registered: onnxtrain does not call Triton kernels by name. Make it an operator with "
+        "torch.library.triton_op and call the operator in forward: it becomes a node of the graph."
     )
 
 
 def load_from_json(ortmodule: ORTModule, path: str | os.PathLike[str] | None = None) -> None:
-    """Takes an ORTModule's options from a JSON file.
+    """Read an ORTModule's options from a JSON file.
 
     Args:
         ortmodule: captured again on its next call.
-        path: the file; the one that the variable ORTMODULE_JSON_CONFIG_PATH names wins.
+        path: the file; the variable ORTMODULE_JSON_CONFIG_PATH overrides it.
 
     Raises:
-        ValueError: there is no path.
-        KeyError: the file has a key, or a name as value, that does not exist.
+        ValueError: no path is given.
+        KeyError: the file has an unknown key, or an unknown name as a value.
     """
     path = os.environ.get(JSON_VARIABLE) or path
     if not path:
-        raise OptionError("There is no JSON file.", "load_from_json", todo=f"give a path, or set {JSON_VARIABLE}")
+        raise OptionError(
+            "No JSON file is given.", "load_from_json", "a path", path, f"pass a path, or set {JSON_VARIABLE}"
+        )
     ortmodule.load_options(path)
 
 
-def say_that_nothing_is_built() -> None:
-    """Tells whoever runs the build of the predecessor's extensions that there is nothing to build."""
+def print_nothing_to_build() -> None:
+    """Print that onnxtrain has no extensions to build."""
     Console().print(VARIABLES["ORTMODULE_TORCH_CPP_DIR"].reason, markup=False)

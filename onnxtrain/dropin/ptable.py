@@ -1,4 +1,4 @@
-"""A table as text."""
+"""Format a table as text."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 
 class Row:
-    """A row, and tables that explain it."""
+    """A row, and the tables shown below it."""
 
     def __init__(self, columns: Sequence[object]) -> None:
         self.columns = [str(column) for column in columns]
         self.annotations: list[PTable] = []
 
     def append_annotation_table(self, ptable: PTable) -> None:
-        """Puts a table under the row."""
+        """Add a table below the row."""
         self.annotations.append(ptable)
 
 
 class PTable:
-    """A table as text.
+    """A table that can be formatted as text.
 
     Args:
-        sortable: rows are shown in the order of their texts.
+        sortable: sort the rows by their texts.
     """
 
     def __init__(self, sortable: bool = False) -> None:
@@ -29,21 +29,21 @@ class PTable:
         self._rows: list[Row] = []
 
     def add_row(self, columns: Sequence[object]) -> Row:
-        """Adds a row and returns it."""
+        """Add a row, and return it."""
         row = Row(columns)
         self._rows.append(row)
         return row
 
     def get_string(self, first_column_width: int | None = None, second_column_width: int | None = None) -> str:
-        """The table; the columns are at least as wide as given. Empty where there are no rows."""
+        """The formatted table, "" without rows. The arguments are minimum widths of the first two columns."""
         rows = sorted(self._rows, key=lambda row: row.columns) if self._sortable else self._rows
         widths = [0] * max((len(row.columns) for row in rows), default=0)
-        for place, least in enumerate((first_column_width, second_column_width)):
-            if least and place < len(widths):
-                widths[place] = least
+        for index, minimum in enumerate((first_column_width, second_column_width)):
+            if minimum and index < len(widths):
+                widths[index] = minimum
         for row in rows:
-            for place, text in enumerate(row.columns):
-                widths[place] = max(widths[place], len(text))
+            for index, text in enumerate(row.columns):
+                widths[index] = max(widths[index], len(text))
         lines = []
         for row in rows:
             lines.append(

@@ -30,19 +30,19 @@ def log_initialisation(name: str, seconds: float, report: CompileReport, *, firs
         LOG.log(DEVINFO, "%s:\n%s", name, "\n".join(_lines(report, seconds)))
 
 
-# What skips rows of padding and of ignored labels.
+# The passes that skip rows of padding or of ignored labels.
 _SPARSITY = frozenset({"skip_ignored_labels", "pack_tokens"})
 
 
 def _decisions(report: CompileReport) -> Iterator[str]:
-    """What the passes of data sparsity did or refused, and what backward recomputes."""
+    """The changes that the sparsity passes applied or refused, and what backward recomputes."""
     for stage in report.stages:
-        done = [p for p in stage.passes if p.name in _SPARSITY]
-        for p in done:
-            yield from (f"{p.name}: {text}" for text in p.applied)
+        for report_of_pass in stage.passes:
+            if report_of_pass.name in _SPARSITY:
+                yield from (f"{report_of_pass.name}: {text}" for text in report_of_pass.applied)
         for refusal in stage.refused:
             if refusal.pass_name in _SPARSITY:
-                yield f"{refusal.pass_name} left {refusal.node} as it is: {refusal.reason}"
+                yield f"{refusal.pass_name} did not change {refusal.node}: {refusal.reason}"
         yield from (text for text in stage.applied if stage.name == "plan")
 
 

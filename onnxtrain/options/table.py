@@ -178,7 +178,7 @@ class Options:
     onnx_opset: int | None = _knob(
         None,
         optional(OPSET),
-        "the opset of written files, or the next one that has a form of the graph; None: the one used internally",
+        "the opset of written files, or the next one that can express the graph; None: the one used internally",
         "ORTMODULE_ONNX_OPSET_VERSION",
     )
     log_level: LogLevel = _knob(LogLevel.WARNING, LOG_LEVEL, "the lowest level that is logged", "ORTMODULE_LOG_LEVEL")

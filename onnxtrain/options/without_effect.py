@@ -67,19 +67,19 @@ JSON_KEYS: Mapping[str, WithoutEffect] = {
 }
 
 
-_WHERE_TENSORS_ARE = WithoutEffect("a graph runs where its tensors are.")
+_ON_DEVICE_OF_TENSORS = WithoutEffect("a graph runs on the device of its tensors.")
 
-# Of PyTorch's former backend "onnxrt" of torch.compile.
+# Options of PyTorch's former torch.compile backend "onnxrt".
 DORT_OPTIONS: Mapping[str, WithoutEffect] = {
-    "preferred_execution_providers": _WHERE_TENSORS_ARE,
-    "infer_execution_providers": _WHERE_TENSORS_ARE,
-    "default_execution_providers": _WHERE_TENSORS_ARE,
+    "preferred_execution_providers": _ON_DEVICE_OF_TENSORS,
+    "infer_execution_providers": _ON_DEVICE_OF_TENSORS,
+    "default_execution_providers": _ON_DEVICE_OF_TENSORS,
     "preallocate_output": WithoutEffect("all memory comes from PyTorch's allocator."),
-    "use_aot_autograd": WithoutEffect("graphs are differentiated here, for training and inference alike."),
-    "export_options": WithoutEffect("no exporter of PyTorch runs, and sizes are open."),
-    "ort_session_options": WithoutEffect("graphs run on PyTorch's kernels and not in a session of onnxruntime."),
+    "use_aot_autograd": WithoutEffect("onnxtrain differentiates graphs itself, for training and inference alike."),
+    "export_options": WithoutEffect("PyTorch's ONNX exporter does not run, and dimensions are dynamic."),
+    "ort_session_options": WithoutEffect("graphs run on PyTorch's kernels, not in a session of onnxruntime."),
     "pre_ort_model_transforms": WithoutEffect(
-        "a function that rewrites graphs is registered with onnxtrain.passes.user_graph_optimizers."
+        "register a function that rewrites graphs with onnxtrain.passes.user_graph_optimizers instead."
     ),
 }
 

@@ -87,7 +87,7 @@ def test_a_file_that_is_no_model(content: bytes, tmp_path: Path, capsys: pytest.
     path = tmp_path / "some.onnx"
     path.write_bytes(content)
     assert cli.main(["artifacts", str(path)]) == cli.FAILED
-    assert "no ONNX model" in capsys.readouterr().err
+    assert "not an ONNX model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [[], [1]])

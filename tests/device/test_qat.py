@@ -567,7 +567,7 @@ def test_refuses_other_kinds_of_quantization(trained: Path, tmp_path: Path) -> N
     refused(quantized(trained, tmp_path, quant_format=QuantFormat.QOperator), "QOperator format")
     refused(tmp_path / "nowhere.onnx", "not there")
     (tmp_path / "text.onnx").write_text("no model")
-    refused(tmp_path / "text.onnx", "no ONNX model")
+    refused(tmp_path / "text.onnx", "not an ONNX model")
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])

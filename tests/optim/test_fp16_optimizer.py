@@ -33,7 +33,7 @@ def with_gradients(*values: list[float]) -> list[Parameter]:
 def test_others_stay_as_they_are_with_a_warning() -> None:
     optimizer = torch.optim.SGD([Parameter(torch.zeros(1))])
     methods = dict(vars(optimizer))
-    with pytest.warns(UserWarning, match=r"leaves torch\.optim\.sgd\.SGD as it is: expected one of megatron"):
+    with pytest.warns(UserWarning, match=r"does not change torch\.optim\.sgd\.SGD: expected one of megatron"):
         assert FP16_Optimizer(optimizer) is optimizer
     assert vars(optimizer) == methods
 

@@ -158,10 +158,10 @@ class _Walk:
         except (OnnxTrainError, ValueError, TypeError, AttributeError) as error:
             problem = error.problem if isinstance(error, OnnxTrainError) else str(error)
             raise ArtifactError(
-                f"{traversal.describe(node)} cannot stand in a training graph: {problem}",
+                f"{traversal.describe(node)} cannot be part of a training graph: {problem}",
                 where=traversal.origin(node),
                 got=getattr(error, "got", None),
-                todo="replace the op before the export, or cut the model in front of it and train what follows",
+                todo="replace the op before the export, or cut the model before it and train the rest",
             ) from error
         self._name(node, results, before)
 

@@ -63,9 +63,9 @@ class Source:
         attribute = self.node.attributes.get(name)
         return default if attribute is None else attribute.value
 
-    def refuse(self, what: str, todo: str) -> ArtifactError:
-        """An error about this node."""
-        return ArtifactError(f"{traversal.describe(self.node)} {what}.", traversal.origin(self.node), todo=todo)
+    def refuse(self, problem: str, todo: str) -> ArtifactError:
+        """An error about this node: its description followed by `problem`."""
+        return ArtifactError(f"{traversal.describe(self.node)} {problem}.", traversal.origin(self.node), todo=todo)
 
 
 Converter = Callable[[Source], Results]
@@ -202,14 +202,14 @@ def _biased_variance(op: Builder, x: ir.Value, mean: ir.Value, running: ir.Value
 
 
 def _recurrent(cell: Cell) -> Converter:
-    """An LSTM or GRU of a model that trains keeps its gates, where PyTorch has it too."""
+    """Convert an LSTM or GRU; in training to the op that also returns its gates, if PyTorch supports its features."""
 
     def convert(s: Source) -> Results:
-        how = {name: attribute.value for name, attribute in s.node.attributes.items()}
-        trained = s.training and unsupported_feature(cell, how, peepholes=s.input(7) is not None) is None
+        attributes = {name: attribute.value for name, attribute in s.node.attributes.items()}
+        trained = s.training and unsupported_feature(cell, attributes, peepholes=s.input(7) is not None) is None
         domain, name = (MICROSOFT, f"{cell.name}Training") if trained else (ONNX, cell.name)
-        found: Results = s.op.node(domain, name, s.inputs, how).outputs
-        return found
+        outputs: Results = s.op.node(domain, name, s.inputs, attributes).outputs
+        return outputs
 
     return convert
 
@@ -244,18 +244,18 @@ class _Windows:
 def _windows(s: Source, kernel: Sequence[Size]) -> _Windows:
     count = rank_of(s.needs(0)) - 2
     if any(isinstance(k, str) for k in kernel):
-        raise s.refuse("has windows of no fixed size", "export the model with fixed sizes of weights")
+        raise s.refuse("has a dynamic kernel size", "export the model with static weight shapes")
     fixed = [int(k) for k in kernel]
     strides, dilations = (list(s.attribute(name) or [1] * count) for name in ("strides", "dilations"))
     pads: list[Size] = list(s.attribute("pads") or [0] * (2 * count))
     named = s.attribute("auto_pad", "NOTSET")
-    found = auto_padding(named, pads, spatial_sizes(s.needs(0)), fixed, strides, dilations)
-    return _Windows(fixed, strides, dilations, [before for before, _ in found], [after for _, after in found])
+    padding = auto_padding(named, pads, spatial_sizes(s.needs(0)), fixed, strides, dilations)
+    return _Windows(fixed, strides, dilations, [before for before, _ in padding], [after for _, after in padding])
 
 
-def _padded(s: Source, x: ir.Value, windows: _Windows, number: float) -> ir.Value:
+def _padded(s: Source, x: ir.Value, windows: _Windows, fill: float) -> ir.Value:
     pads = s.op.sizes([*windows.before, *windows.after])
-    result: ir.Value = s.op.Pad(x, pads, s.op.scalar(number, like=x), int64_vector(s.op, range(2, rank_of(x))))
+    result: ir.Value = s.op.Pad(x, pads, s.op.scalar(fill, like=x), int64_vector(s.op, range(2, rank_of(x))))
     return result
 
 
@@ -273,16 +273,16 @@ def _conv(s: Source) -> Results:
 @_converts("ConvTranspose")
 def _conv_transpose(s: Source) -> Results:
     if s.attribute("output_shape") is not None or s.attribute("auto_pad", "NOTSET").startswith("SAME"):
-        raise s.refuse("is padded by the shape that it shall give", "export it with pads and output_padding")
+        raise s.refuse("is padded to a given output shape", "export it with pads and output_padding")
     x, w = s.needs(0), s.needs(1)
     windows = _windows(s, spatial_sizes(w))
-    how = {"group": s.attribute("group", 1), "output_padding": s.attribute("output_padding")}
+    attributes = {"group": s.attribute("group", 1), "output_padding": s.attribute("output_padding")}
     if windows.symmetric:
-        return [s.op.ConvTranspose(x, w, s.input(2), **how, **windows.attributes(padded=False))]
-    whole = s.op.ConvTranspose(x, w, s.input(2), **how, **windows.attributes(padded=True))
+        return [s.op.ConvTranspose(x, w, s.input(2), **attributes, **windows.attributes(padded=False))]
+    uncropped = s.op.ConvTranspose(x, w, s.input(2), **attributes, **windows.attributes(padded=True))
     starts = [int(pad) for pad in windows.before]
-    cut = zip(spatial_sizes(whole), windows.before, windows.after, strict=True)
-    return [cropped(s.op, whole, starts, [sizes.subtract(size, sizes.add(a, b)) for size, a, b in cut])]
+    cut = zip(spatial_sizes(uncropped), windows.before, windows.after, strict=True)
+    return [cropped(s.op, uncropped, starts, [sizes.subtract(size, sizes.add(a, b)) for size, a, b in cut])]
 
 
 @_converts("MaxPool")
@@ -295,8 +295,8 @@ def _max_pool(s: Source) -> Results:
         if len(s.node.outputs) > 1 and traversal.is_used(s.node.outputs[1]):
             raise s.refuse("gives indices of an input that is padded more at one end", "pad the same at both ends")
         x = _padded(s, x, windows, -np.inf)
-    how = {"kernel_shape": windows.kernel, "ceil_mode": s.attribute("ceil_mode", 0)}
-    return s.op.MaxPool(x, **how, **windows.attributes(padded=padded))  # type: ignore[no-any-return]  # two outputs
+    attributes = {"kernel_shape": windows.kernel, "ceil_mode": s.attribute("ceil_mode", 0)}
+    return s.op.MaxPool(x, **attributes, **windows.attributes(padded=padded))  # type: ignore[no-any-return]  # two outputs
 
 
 @_converts("AveragePool")
@@ -304,15 +304,15 @@ def _average_pool(s: Source) -> Results:
     x, windows = s.needs(0), _windows(s, s.attribute("kernel_shape"))
     if any(dilation != 1 for dilation in windows.dilations):
         raise s.refuse("has dilated windows, which PyTorch lacks", "write it as a Conv with equal weights")
-    how = {"kernel_shape": windows.kernel, "ceil_mode": s.attribute("ceil_mode", 0), "strides": windows.strides}
+    attributes = {"kernel_shape": windows.kernel, "ceil_mode": s.attribute("ceil_mode", 0), "strides": windows.strides}
     if windows.symmetric:
         counted = s.attribute("count_include_pad", 0)
-        return [s.op.AveragePool(x, **how, pads=[*windows.before, *windows.after], count_include_pad=counted)]
-    y = s.op.AveragePool(_padded(s, x, windows, 0.0), **how)
+        return [s.op.AveragePool(x, **attributes, pads=[*windows.before, *windows.after], count_include_pad=counted)]
+    y = s.op.AveragePool(_padded(s, x, windows, 0.0), **attributes)
     if s.attribute("count_include_pad", 0):
         return [y]
     ones = s.op.Expand(s.op.scalar(1.0, like=x), s.op.sizes([1, 1, *spatial_sizes(x)]))
-    return [s.op.Div(y, s.op.AveragePool(_padded(s, ones, windows, 0.0), **how))]
+    return [s.op.Div(y, s.op.AveragePool(_padded(s, ones, windows, 0.0), **attributes))]
 
 
 # Casts to the type that a value has: exporters write many
@@ -325,5 +325,5 @@ def _cast(s: Source) -> Results:
 
 @_converts("CastLike")
 def _cast_like(s: Source) -> Results:
-    """As Cast: what it is like need not be constant for a constant to stay one."""
+    """Convert to Cast, so that a constant stays constant even if the second input is computed."""
     return [cast(s.op, s.needs(0), dtype_of(s.needs(1)))]

@@ -48,7 +48,7 @@ def FP16_Optimizer(optimizer: T, **kwargs: Any) -> T:  # noqa: N802  the predece
     else:
         reason = replace(inner, **kwargs)
     if reason is not None:
-        warnings.warn(f"FP16_Optimizer leaves {name} as it is: {reason}.", UserWarning, stacklevel=2)
+        warnings.warn(f"FP16_Optimizer does not change {name}: {reason}.", UserWarning, stacklevel=2)
     return optimizer
 
 

@@ -1,4 +1,4 @@
-"""`onnxruntime.training.ort_triton`: kernels that onnxruntime called by name, of which there are none here."""
+"""`onnxruntime.training.ort_triton`: registration of Triton kernels, which onnxtrain does not support."""
 
 from onnxtrain.dropin.legacy import register_triton_kernel
 

@@ -1,6 +1,6 @@
 """`onnxruntime.training.ortmodule`, by onnxtrain.
 
-Seeds need no patches here: onnxtrain draws from PyTorch's own generators.
+Importing it patches no seed functions: onnxtrain samples from PyTorch's own generators.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""`onnxruntime.training.ortmodule.graph_optimizers`: those that came with it are passes of onnxtrain."""
+"""`onnxruntime.training.ortmodule.graph_optimizers`: its optimizers are passes of onnxtrain."""

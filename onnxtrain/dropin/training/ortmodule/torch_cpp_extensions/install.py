@@ -1,6 +1,6 @@
-"""`python -m onnxruntime.training.ortmodule.torch_cpp_extensions.install`: says that nothing is to be built."""
+"""`python -m onnxruntime.training.ortmodule.torch_cpp_extensions.install`: print that there is nothing to build."""
 
-from onnxtrain.dropin.legacy import say_that_nothing_is_built
+from onnxtrain.dropin.legacy import print_nothing_to_build
 
 if __name__ == "__main__":
-    say_that_nothing_is_built()
+    print_nothing_to_build()
