@@ -1,4 +1,4 @@
-"""Time training steps of eager PyTorch, onnxtrain and torch.compile, and show the results. Nothing is asserted.
+"""Time training steps of eager PyTorch, onnxtrain and torch.compile, and print the results. Nothing is asserted.
 
 Usage: python -m benchmarks [--only NAME ...] [--no-compile] [--quick] [--rounds N] [--repeats N] [--write]
 """
@@ -18,45 +18,45 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import behind, processes, results, tables
+from benchmarks import background_compilation, processes, results, tables
 from benchmarks.chart import speed_chart
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MLP
 from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine, describe_machine, measured_commit
-from benchmarks.other_programs import MOST, wait_and_count
+from benchmarks.op_times import OpTime
+from benchmarks.other_programs import MAX_OTHERS_CORES, wait_and_count
 from benchmarks.page import write_page
 from benchmarks.progress import Watch
-from benchmarks.results import Behind, Circumstances, Measured, Timed
-from benchmarks.spent import Spent
-from benchmarks.variants import COMPILING, EAGER, ONNXTRAIN, OWN, USUAL, VARIANTS, can_compile, of_workload
+from benchmarks.results import BackgroundCompilation, Circumstances, Measured, Timed
+from benchmarks.variants import COMPILING, EAGER, ONNXTRAIN, OWN, USUAL, VARIANTS, can_compile, variants_of
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 
-_BEHIND = "behind"
-_GROUPS = {"cpu": (*CPU_WORKLOADS, _BEHIND), "gpu": tuple(GPU_WORKLOADS)}
-_NAMES = (*WORKLOADS, _BEHIND)
+_BACKGROUND = "background"
+_GROUPS = {"cpu": (*CPU_WORKLOADS, _BACKGROUND), "gpu": tuple(GPU_WORKLOADS)}
+_NAMES = (*WORKLOADS, _BACKGROUND)
 _QUICK_ROUNDS = 3
 _REPEATS = 5  # the import of onnxtrain alone takes 0.47 to 0.78 s on a virtual processor, from minute to minute
-_WIDTH = 150  # of tables where no terminal says
+_WIDTH = 150  # of tables, if the output is not a terminal
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run of the benchmark does."""
+    """The settings of one run of the benchmark."""
 
     names: tuple[str, ...]
     variants: tuple[str, ...]
-    rounds: int | None  # None: each workload's own
-    repeats: int  # processes for each first step of eager and onnxtrain; the others have one
+    rounds: int | None  # None: the default of each workload
+    repeats: int  # processes for the first steps of eager and onnxtrain; other variants have one
     warm: bool
     folder: Path
     command: str
-    pages: Path | None  # the folder for the page, where one is to be written
+    pages: Path | None  # the folder to write the page to; None: do not write it
     loaded: bool
 
 
 def parse(arguments: Sequence[str]) -> Plan:
-    """What a command line asks for."""
+    """Parse a command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add(
@@ -64,46 +64,50 @@ def parse(arguments: Sequence[str]) -> Plan:
         nargs="*",
         choices=(*_GROUPS, *_NAMES),
         default=["cpu", "gpu"],
-        help="what to measure (default: all; none: nothing)",
+        help="workloads to measure (default: all; without names: none)",
     )
-    usual = "those without the option regions"
-    add("--variants", nargs="+", choices=tuple(VARIANTS), default=USUAL, help=f"what is timed (default: {usual})")
-    add("--no-compile", action="store_true", help="without torch.compile, which takes longest")
-    add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to see that all runs")
-    add("--rounds", "--steps", type=int, help="how often each step is timed, at most (default: by workload, 15 to 300)")
-    several = f"processes for each first step of eager and onnxtrain; 0 leaves first steps out (default: {_REPEATS})"
-    add("--repeats", type=int, help=several)
-    add("--out", type=Path, default=Path("build/bench"), help="folder for times, table and chart (%(default)s)")
+    usual = "those without fused regions"
+    add("--variants", nargs="+", choices=tuple(VARIANTS), default=USUAL, help=f"variants to time (default: {usual})")
+    add("--no-compile", action="store_true", help="skip torch.compile, which takes longest")
+    add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to check that everything runs")
+    add("--rounds", "--steps", type=int, help="maximum number of timed rounds (default: by workload, 15 to 300)")
+    repeats = f"processes for the first steps of eager and onnxtrain; 0 skips first steps (default: {_REPEATS})"
+    add("--repeats", type=int, help=repeats)
+    add("--out", type=Path, default=Path("build/bench"), help="the folder for times, table and chart (%(default)s)")
     add(
         "--write",
         nargs="?",
         type=Path,
         const=Path("docs/explanation"),
-        help="write the documentation's table and charts too",
+        help="also write the documentation's table and charts",
     )
-    add("--loaded", action="store_true", help="measure beside busy programs; the figures are marked as disturbed")
-    given = parser.parse_args(arguments)
-    if given.rounds is not None and given.rounds < 1:
-        parser.error(f"--rounds: expected 1 or more, got {given.rounds}")
-    if given.repeats is not None and given.repeats < 0:
-        parser.error(f"--repeats: expected 0 or more, got {given.repeats}")
-    asked = {name for one in given.only for name in _GROUPS.get(one, (one,))}
-    left_out = COMPILING if given.no_compile or not can_compile() else ()
+    add(
+        "--loaded",
+        action="store_true",
+        help="measure even if other programs are busy; the figures are marked as disturbed",
+    )
+    options = parser.parse_args(arguments)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds: expected 1 or more, got {options.rounds}")
+    if options.repeats is not None and options.repeats < 0:
+        parser.error(f"--repeats: expected 0 or more, got {options.repeats}")
+    selected = {name for choice in options.only for name in _GROUPS.get(choice, (choice,))}
+    skipped = COMPILING if options.no_compile or not can_compile() else ()
     return Plan(
-        names=tuple(name for name in _NAMES if name in asked),
-        variants=tuple(name for name in VARIANTS if name in given.variants and name not in left_out),
-        rounds=_QUICK_ROUNDS if given.quick and given.rounds is None else given.rounds,
-        repeats=(1 if given.quick else _REPEATS) if given.repeats is None else given.repeats,
-        warm=not given.quick,
-        folder=given.out,
+        names=tuple(name for name in _NAMES if name in selected),
+        variants=tuple(name for name in VARIANTS if name in options.variants and name not in skipped),
+        rounds=_QUICK_ROUNDS if options.quick and options.rounds is None else options.rounds,
+        repeats=(1 if options.quick else _REPEATS) if options.repeats is None else options.repeats,
+        warm=not options.quick,
+        folder=options.out,
         command=" ".join(("python -m benchmarks", *arguments)),
-        pages=given.write,
-        loaded=given.loaded,
+        pages=options.write,
+        loaded=options.loaded,
     )
 
 
 class Run:
-    """Carries out a plan."""
+    """Runs a plan."""
 
     def __init__(self, plan: Plan, machine: Machine, scratch: Path, watch: Watch) -> None:
         self._plan = plan
@@ -112,30 +116,32 @@ class Run:
         self._caches = processes.Caches(scratch, plan.folder / "cache")
         self._read_files = False
 
-    def measure(self, name: str) -> Measured | Behind:
-        """One workload, or the steps while kernels compile."""
+    def measure(self, name: str) -> Measured | BackgroundCompilation:
+        """Measure one workload, or steps while kernels compile."""
         self._watch.begin(name)
-        found = self._behind() if name == _BEHIND else self._workload(WORKLOADS[name])
+        result = self._background() if name == _BACKGROUND else self._workload(WORKLOADS[name])
         self._watch.done()
-        return found
+        return result
 
-    def _behind(self) -> Behind:
-        found = processes.run("benchmarks.behind", [], self._caches.empty(), self._watch.doing)
-        circumstances = self._circumstances(found.pop("others_cores"))
-        during_s, alone_s = (tuple(map(tuple, found[name])) for name in ("during_s", "alone_s"))
-        return Behind(behind.WORKLOAD.title, circumstances, during_s, alone_s, found["compiling_s"])
+    def _background(self) -> BackgroundCompilation:
+        values = processes.run("benchmarks.background_compilation", [], self._caches.empty(), self._watch.doing)
+        circumstances = self._circumstances(values.pop("others_cores"))
+        during_s, alone_s = (tuple(map(tuple, values[name])) for name in ("during_s", "alone_s"))
+        return BackgroundCompilation(
+            background_compilation.WORKLOAD.title, circumstances, during_s, alone_s, values["compiling_s"]
+        )
 
     def _workload(self, workload: Workload) -> Measured:
-        variants = [name for name in of_workload(workload) if name in self._plan.variants]
+        variants = [name for name in variants_of(workload) if name in self._plan.variants]
         firsts: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
         inductor = []
-        if self._plan.warm and not self._read_files:  # one process first: the files that all read are then in memory
+        if self._plan.warm and not self._read_files:  # a first process fills the page cache
             self._watch.doing("a first process, not counted")
             processes.run("benchmarks.first_step", [MLP.name, ONNXTRAIN], self._caches.empty(), self._watch.doing)
             self._read_files = True
         for repeat in range(0 if workload.cold else self._plan.repeats):
             for name in variants:
-                if repeat and name not in (EAGER, *OWN):  # whose first steps have no goal, and may take minutes
+                if repeat and name not in (EAGER, *OWN):  # first steps of the others have no goal, and may take minutes
                     continue
                 self._watch.doing(f"first step of {name}, process {repeat + 1} of {self._plan.repeats}")
                 caches = self._caches.empty()
@@ -145,18 +151,18 @@ class Run:
         rounds = self._plan.rounds or workload.rounds
         arguments = [workload.name, str(rounds), "warm" if self._plan.warm else "at once", *variants]
         caches = self._caches.empty() if workload.cold else self._caches.warm(inductor)
-        found = processes.run("benchmarks.steady", arguments, caches, self._watch.doing)
+        values = processes.run("benchmarks.steady_state", arguments, caches, self._watch.doing)
         return Measured(
             workload=workload.name,
-            circumstances=self._circumstances(found["others_cores"]),
-            items=found["items"],
-            variants=tuple(_timed(one, firsts[one["variant"]]) for one in found["variants"]),
-            products_s=tuple(found["products_s"]),
-            products=found["products"],
-            products_flops=found["products_flops"],
-            kept=found["kept"],
-            peak_flops=found["peak_flops"],
-            turn=found["turn"],
+            circumstances=self._circumstances(values["others_cores"]),
+            items=values["items"],
+            variants=tuple(_timed(variant, firsts[variant["variant"]]) for variant in values["variants"]),
+            gemms_s=tuple(values["gemms_s"]),
+            gemms=values["gemms"],
+            gemm_flops=values["gemm_flops"],
+            gemm_fraction=values["gemm_fraction"],
+            peak_flops=values["peak_flops"],
+            steps_per_round=values["steps_per_round"],
         )
 
     def _circumstances(self, others_cores: float) -> Circumstances:
@@ -164,34 +170,34 @@ class Run:
         return Circumstances(self._machine, self._plan.command, today, others_cores, measured_commit())
 
 
-def _timed(found: dict[str, Any], firsts: Sequence[dict[str, float]]) -> Timed:
+def _timed(values: dict[str, Any], firsts: Sequence[dict[str, float]]) -> Timed:
     return Timed(
-        variant=found["variant"],
+        variant=values["variant"],
         first_s=tuple(first["first_s"] for first in firsts),
         second_s=tuple(first["second_s"] for first in firsts),
-        rounds_s=tuple(found["rounds_s"]),
-        peak_bytes=found["peak_bytes"],
-        losses=tuple(found["losses"]),
-        spent=tuple(Spent(**each) for each in found["spent"]),
-        parts_s=found["parts_s"],
+        rounds_s=tuple(values["rounds_s"]),
+        peak_bytes=values["peak_bytes"],
+        losses=tuple(values["losses"]),
+        op_times=tuple(OpTime(**op_time) for op_time in values["op_times"]),
+        parts_s=values["parts_s"],
     )
 
 
-def show(result: Measured | Behind) -> list[tables.Rows]:
-    """A result as tables."""
-    if isinstance(result, Behind):
-        return [tables.behind_rows(result)]
-    spent = tables.spent_rows(result)
-    return [tables.workload_rows(WORKLOADS[result.workload], result), *([spent] if spent else [])]
+def show(result: Measured | BackgroundCompilation) -> list[tables.Rows]:
+    """Format a result as tables."""
+    if isinstance(result, BackgroundCompilation):
+        return [tables.background_rows(result)]
+    op_times = tables.op_time_rows(result)
+    return [tables.workload_rows(WORKLOADS[result.workload], result), *([op_times] if op_times else [])]
 
 
 def write_all(plan: Plan, console: Console) -> None:
-    """Table, chart and page of all results in the folder, also of earlier runs."""
-    found = results.read(plan.folder, _NAMES)
-    measured = [(WORKLOADS[result.workload], result) for result in found if isinstance(result, Measured)]
+    """Write table, chart and page of all results in the folder, including those of earlier runs."""
+    stored = results.read(plan.folder, _NAMES)
+    measured = [(WORKLOADS[result.workload], result) for result in stored if isinstance(result, Measured)]
     with (plan.folder / "table.txt").open("w", encoding="utf-8") as file:
         text = Console(file=file, width=_WIDTH)
-        for result in found:
+        for result in stored:
             for rows in show(result):
                 text.print(rows.for_terminal())
     (plan.folder / "speeds.svg").write_text(speed_chart(measured), encoding="utf-8")
@@ -201,16 +207,16 @@ def write_all(plan: Plan, console: Console) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures, prints one table after another, and writes; the exit status."""
+    """Measure, print and write the results; return the exit status."""
     plan = parse(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     machine = describe_machine()
     console.print(tables.machine_table(machine, plan.command), highlight=False)
     names = [name for name in plan.names if name not in GPU_WORKLOADS or torch.cuda.is_available()]
     if len(names) < len(plan.names):
-        left_out = ", ".join(name for name in plan.names if name not in names)
-        console.print(f"No GPU here: {left_out} are not measured.", highlight=False)
-    if names and (busy := wait_and_count()) > MOST:
+        skipped = ", ".join(name for name in plan.names if name not in names)
+        console.print(f"No GPU found; not measured: {skipped}.", highlight=False)
+    if names and (busy := wait_and_count()) > MAX_OTHERS_CORES:
         console.print(f"Other programs keep {busy:.2f} of {machine.processors} cores busy.", style="bold red")
         if not plan.loaded:
             console.print("End them, or pass --loaded: the figures are then marked as disturbed.")

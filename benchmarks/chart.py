@@ -1,9 +1,9 @@
-"""Speeds as horizontal bars in an SVG that needs no script and reads in light and dark.
+"""Draw speedups as horizontal bars in an SVG without scripts, for light and dark pages.
 
 workload ─▶ a bar per variant: speedup over eager, quartiles as a thin line, the value at its end
 
-Of runs that begin cold it is the speed in total, with what is compiled. A bar that would make all others short is cut,
-and ends in a point.
+For cold runs it is the total speedup, compilation included. A bar that would make all others short is cut and ends in a
+point.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from benchmarks.workload import Workload
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 860, 330, 70, 60
 _BAR, _GAP, _BETWEEN = 13, 3, 16
-_MOST = 5.0  # times eager's speed: longer bars are cut
+_MAX_SPEED = 5.0  # longer bars are cut
 _COLOURS = {
     "eager, oneDNN Linears": ("#8a7fc4", "#a79ee0"),
     "onnxtrain": ("#d9541e", "#f08350"),
     "torch.compile": ("#2a6fc9", "#6aa5f0"),
     "torch.compile dynamic": ("#7fb2e8", "#3c6ea8"),
 }
-# What README shows: few workloads, against eager and torch.compile.
+# The workloads and variants that README shows.
 _OVERVIEW = ("minilm-lengths", "bert-mlm", "t5", "minilm", "gpt2", "cnn", "vit", "llama", "lstm")
 _OVERVIEW_VARIANTS = ("onnxtrain", "torch.compile")
 _CLASSES = {variant: f"bar{number}" for number, variant in enumerate(_COLOURS)}
@@ -52,7 +52,7 @@ def draw(all_groups: Sequence[tuple[str, Sequence[Speeds]]]) -> str:
     """Draw a group of bars for each title."""
     groups = [(title, speeds) for title, speeds in all_groups if speeds]
     most = max([1.0, *(high for _, speeds in groups for _, _, _, high in speeds)])
-    scale = (_WIDTH - _LEFT - _RIGHT) / min(most, _MOST)
+    scale = (_WIDTH - _LEFT - _RIGHT) / min(most, _MAX_SPEED)
     parts: list[str] = []
     top = _TOP
     for title, speeds in groups:
@@ -97,9 +97,9 @@ def _bar(variant: str, top: float, scale: float, low: float, speed: float, high:
     middle = top + _BAR / 2
     quartiles = f" (quartiles {low:.2f} – {high:.2f})" if low < high else ""
     title = f"<title>{escape(f'{variant}: {speed:.2f} ×{quartiles}')}</title>"
-    start, end = (_LEFT + min(value, _MOST) * scale for value in (low, high))
-    right, bottom = _LEFT + min(speed, _MOST) * scale, top + _BAR
-    tip = right + (_BAR / 2 if speed > _MOST else 0)
+    start, end = (_LEFT + min(value, _MAX_SPEED) * scale for value in (low, high))
+    right, bottom = _LEFT + min(speed, _MAX_SPEED) * scale, top + _BAR
+    tip = right + (_BAR / 2 if speed > _MAX_SPEED else 0)
     corners = f"{_LEFT},{top} {right:.1f},{top} {tip:.1f},{middle} {right:.1f},{bottom} {_LEFT},{bottom}"
     return [
         f'<polygon class="{_CLASSES[variant]}" points="{corners}">{title}</polygon>',

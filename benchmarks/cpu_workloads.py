@@ -1,6 +1,6 @@
-"""What is timed on a CPU. Configurations are small: a step takes milliseconds to a second on two cores.
+"""The workloads on a CPU. Configurations are small: a step takes milliseconds to a second on two cores.
 
-The goals are those that the project set itself for the class of machine that it is developed on.
+The goals are those of the project for the kind of machine that it is developed on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _class_loss(forward: Forward, batch: Batch) -> torch.Tensor:
 
 
 def _mean_square(forward: Forward, batch: Batch) -> torch.Tensor:
-    # To a target: towards zeros, dead units' momenta become denormal numbers, and AdamW takes 2.6 ms in place of 0.7
-    # (width 512, from the 700th step on: whoever has warmed up longer looks slower).
+    # With a target: if the outputs go to zero, the moments of dead units become denormal, and AdamW takes 2.6 ms
+    # instead of 0.7 (width 512, from step 700 on), so that a variant with a longer warm-up looks slower.
     difference: torch.Tensor = forward(batch["x"]) - batch["y"]
     return difference.square().mean()
 
@@ -144,10 +144,10 @@ _ON_A_CPU = (
         name="vit",
         title="ViT (4 × 256), 16 images of 64 × 64 in patches of 8 × 8",
         make_model=models.vit,
-        make_batches=lambda: [models.classified_pictures(16, 64, "pixel_values")],
+        make_batches=lambda: [models.classified_images(16, 64, "pixel_values")],
         loss=model_loss,
         items=_samples,
-        unit="pictures",
+        unit="images",
         rounds=25,
         goals=_SMALL_TRANSFORMER,
     ),
@@ -155,10 +155,10 @@ _ON_A_CPU = (
         name="cnn",
         title="Residual CNN, 32 images of 32 × 32",
         make_model=models.cnn,
-        make_batches=lambda: [models.classified_pictures(32, 32, "x")],
+        make_batches=lambda: [models.classified_images(32, 32, "x")],
         loss=_class_loss,
         items=_samples,
-        unit="pictures",
+        unit="images",
         rounds=60,
         goals=_goals(1.25),
     ),

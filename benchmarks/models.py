@@ -1,6 +1,6 @@
-"""The models of the benchmark and batches for them.
+"""The models of the benchmark, and their batches.
 
-Dropout is what each architecture has by default (0.1 for BERT, GPT-2 and T5; none for Llama and ViT).
+Dropout has the default of each architecture (0.1 for BERT, GPT-2 and T5; none for Llama and ViT).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 _VOCABULARY = 8000
-_IGNORED = -100  # the label of a token that none is wanted for
+_IGNORED = -100  # the label of tokens without a loss
 
 
 def minilm() -> nn.Module:
@@ -21,7 +21,7 @@ def minilm() -> nn.Module:
         num_attention_heads=12,
         intermediate_size=1536,
         num_labels=20,
-        problem_type="single_label_classification",  # else forward writes it into the config at its first call
+        problem_type="single_label_classification",  # else the first forward writes it into the config
     )
     return transformers.BertForSequenceClassification(config)
 
@@ -137,7 +137,7 @@ def classified_tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def masked_tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Sequences in which 15 of 100 tokens are to be told."""
+    """Sequences with labels for 15 % of the tokens."""
     tokens = torch.randint(1000, 30000, (rows, length))
     labels = tokens.masked_fill(torch.rand(rows, length) >= 0.15, _IGNORED)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
@@ -149,6 +149,6 @@ def next_tokens(rows: int, length: int, vocabulary: int = _VOCABULARY) -> dict[s
     return {"input_ids": tokens, "labels": tokens}
 
 
-def classified_pictures(count: int, size: int, name: str) -> dict[str, torch.Tensor]:
-    """Pictures of three channels under this name, each with one of 10 labels."""
+def classified_images(count: int, size: int, name: str) -> dict[str, torch.Tensor]:
+    """Images of three channels under this name, each with one of 10 labels."""
     return {name: torch.randn(count, 3, size, size), "labels": torch.randint(0, 10, (count,))}

@@ -1,10 +1,10 @@
-"""Times training on stock onnxruntime against eager PyTorch, one thread each; nothing is asserted.
+"""Time training on stock onnxruntime against eager PyTorch, with one thread each. Nothing is asserted.
 
 Usage: python -m benchmarks.on_device [--rounds N] [--only NAME ...]
 
-The gradient step is forward and backward. The whole step adds the update by AdamW: onnxtrain's optimizer graph against
-`torch.optim.AdamW(fused=True)`, PyTorch's default AdamW, and the plain graph of standard ops, which is the one that
-portable artifacts have. All are interleaved in one process, on the same batch.
+The gradient step is forward and backward. The whole step adds the AdamW update: onnxtrain's optimizer graph against
+`torch.optim.AdamW(fused=True)`, PyTorch's default AdamW, and the graph of standard ops that portable artifacts have.
+All variants are interleaved in one process, on the same batch.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _make_artifacts(network: Network, folder: Path) -> None:
 
 
 def _measure(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step in each round; who goes first, and who before whom, changes with every round."""
+    """The seconds of each step in each round. The order changes with every round."""
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
@@ -157,7 +157,7 @@ def _measure(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
 def _table(title: str, times: Mapping[str, Sequence[float]]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    for header in ("median", "fastest", "times torch's speed", "quartiles"):
+    for header in ("median", "fastest", "speedup over torch", "quartiles"):
         table.add_column(header, justify="right")
     for name, own in times.items():
         low, middle, high = statistics.quantiles([t / o for t, o in zip(times[TORCH], own, strict=True)], n=4)
@@ -166,7 +166,7 @@ def _table(title: str, times: Mapping[str, Sequence[float]]) -> Table:
     return table
 
 
-def _whole(variant: _Torch | _Stock) -> Step:
+def _full_step(variant: _Torch | _Stock) -> Step:
     def step() -> None:
         variant.gradients()
         variant.update()
@@ -175,34 +175,34 @@ def _whole(variant: _Torch | _Stock) -> Step:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures and prints."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.on_device", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="what to measure")
-    parser.add_argument("--rounds", type=int, default=40, help="of each step (default: 40)")
-    given = parser.parse_args(arguments)
-    if given.rounds < 2:
-        parser.error(f"--rounds: expected 2 or more, got {given.rounds}")
+    parser.add_argument("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="the networks")
+    parser.add_argument("--rounds", type=int, default=40, help="timed rounds (default: 40)")
+    options = parser.parse_args(arguments)
+    if options.rounds < 2:
+        parser.error(f"--rounds: expected 2 or more, got {options.rounds}")
     torch.set_num_threads(1)
     console = Console()
     for line in describe_machine().lines():
         console.print(*line, highlight=False)
     console.print(f"onnxruntime {onnxruntime.__version__}", highlight=False)
-    for name in given.only:
+    for name in options.only:
         network = NETWORKS[name]
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
             _make_artifacts(network, folder)
             ours, plain = _Stock(network, folder, plain=False), _Stock(network, folder, plain=True)
         eager, default = _Torch(network, fused=True), _Torch(network, fused=False)
-        everyone = {TORCH: eager, "torch, AdamW()": default, "onnxtrain": ours, "onnxtrain, plain update": plain}
-        for variant in everyone.values():  # without gradients PyTorch's update does nothing
+        variants = {TORCH: eager, "torch, AdamW()": default, "onnxtrain": ours, "onnxtrain, standard ops": plain}
+        for variant in variants.values():  # without gradients PyTorch's update does nothing
             variant.gradients()
-        gradients = {name: everyone[name].gradients for name in (TORCH, "onnxtrain")}
-        console.print(_table(f"{network.title}: forward and backward", _measure(gradients, given.rounds)))
-        updates = {name: variant.update for name, variant in everyone.items()}
-        console.print(_table(f"{network.title}: update", _measure(updates, given.rounds)))
-        whole = {name: _whole(variant) for name, variant in everyone.items()}
-        console.print(_table(f"{network.title}: whole step", _measure(whole, given.rounds)))
+        gradients = {name: variants[name].gradients for name in (TORCH, "onnxtrain")}
+        console.print(_table(f"{network.title}: forward and backward", _measure(gradients, options.rounds)))
+        updates = {name: variant.update for name, variant in variants.items()}
+        console.print(_table(f"{network.title}: update", _measure(updates, options.rounds)))
+        full_steps = {name: _full_step(variant) for name, variant in variants.items()}
+        console.print(_table(f"{network.title}: whole step", _measure(full_steps, options.rounds)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much of the processor other programs take: beside them a timing says little."""
+"""Measure the processor time of other programs, which make timings unreliable."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 
 import psutil
 
-MOST = 0.15  # of one core, that others may take before a run counts as disturbed
+MAX_OTHERS_CORES = 0.15  # the share of one core that other programs may take; above it a run counts as disturbed
 
 
 class OtherPrograms:
-    """Counts what others take from here on.
+    """Count the processor time of other programs from now on.
 
-    This process and its children, once they have ended, are not others. Time that a virtual machine's host gives to
-    someone else ("steal") is.
+    This process and its ended children do not count. Time that the host of a virtual machine gives to others ("steal")
+    does.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,13 @@ class OtherPrograms:
         self._busy_s, self._own_s = _busy_s(), _own_s()
 
     def cores(self) -> float:
-        """The processor time that others took, as a number of cores kept busy all the time."""
+        """The processor time of other programs, as an average number of busy cores."""
         others = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
         return max(others, 0.0) / max(time.monotonic() - self._started, 1e-9)
 
 
 def wait_and_count(seconds: float = 1.0) -> float:
-    """The cores that others keep busy while this process sleeps."""
+    """The average number of cores that other programs keep busy while this process sleeps."""
     others = OtherPrograms()
     time.sleep(seconds)
     return others.cores()

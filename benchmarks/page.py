@@ -1,4 +1,4 @@
-"""The measured part of the documentation's page about performance: a table, two charts, machine and commit."""
+"""Write the measured part of the documentation's performance page: a table, two charts, machine and commit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_page(results: Sequence[tuple[Workload, Measured]], folder: Path) -> Pa
 
 
 def _row(workload: Workload, measured: Measured) -> tuple[str, ...]:
-    """Return a row of figures; empty where eager or onnxtrain was not timed."""
+    """A row of figures; () if eager or onnxtrain was not timed."""
     eager, ours = measured.of(EAGER), measured.of(ONNXTRAIN)
     if eager is None or ours is None:
         return ()
@@ -58,9 +58,9 @@ def _ratio(workload: Workload, ours: Timed, other: Timed | None) -> str:
 
 def _source(measured: Measured) -> str:
     """Name the machine, the versions, the commit and the command."""
-    of = measured.circumstances
-    machine = of.machine
-    where = f"{machine.processor}, {machine.threads} threads, {machine.memory_gib:.0f} GiB, {of.date}"
+    run = measured.circumstances
+    machine = run.machine
+    place = f"{machine.processor}, {machine.threads} threads, {machine.memory_gib:.0f} GiB, {run.date}"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions)
-    disturbed = " **Disturbed by other programs.**" if of.disturbed else ""
-    return f"{where}; {versions}; commit {of.commit or 'unknown'}; `{of.command}`.{disturbed}"
+    disturbed = " **Disturbed by other programs.**" if run.disturbed else ""
+    return f"{place}; {versions}; commit {run.commit or 'unknown'}; `{run.command}`.{disturbed}"

@@ -1,11 +1,11 @@
-"""What the names of the option `process_wide` gain: each against none.
+"""Measure what each name of the option `process_wide` saves.
 
-    a process of each, not counted, fills the caches ─▶ interleaved processes: default, option ─▶ medians
+    one process of each fills the caches, not counted ─▶ interleaved processes: default, option ─▶ medians
 
 Usage: python -m benchmarks.process_options [--only OPTION] [--workloads NAME ...] [--repeats N]
 
-`pause_collector` counts in the first step of a program whose caches are empty, `reuse_memory` in each step. Elapsed
-time is for an idle machine; processor time is of all threads of the process, and other programs disturb it less.
+`pause_collector` matters in the first step with empty caches, `reuse_memory` in every step. Elapsed time requires an
+idle machine; processor time counts all threads of the process, and other programs disturb it less.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import first_step, processes, steady
+from benchmarks import first_step, processes, steady_state
 from benchmarks.cpu_workloads import CPU_WORKLOADS
 from benchmarks.machine import describe_machine, measured_commit
 from benchmarks.processes import Tell
 from benchmarks.variants import ONNXTRAIN, Stepper, make_batches, make_model
 
 FIRST, STEADY = "first", "steady"
-# Option -> the step that it changes, and workloads.
+# By option: the step that it affects, and the workloads.
 OPTIONS: Mapping[str, tuple[str, Sequence[str]]] = {
     "pause_collector": (FIRST, ("mlp32", "gpt2", "t5")),
     "reuse_memory": (STEADY, ("mlp32", "minilm", "gpt2", "t5", "cnn")),
@@ -40,7 +40,7 @@ Seconds = dict[str, float]
 
 
 def child(step: str, workload: str) -> Seconds:
-    """The elapsed and the processor seconds of a step, in a process of its own."""
+    """The elapsed and the processor seconds of a step, in this process."""
     if step == FIRST:
         measured = first_step.measure(workload, ONNXTRAIN)
         return {"elapsed": measured["first_s"], "processor": measured["first_cpu_s"]}
@@ -48,7 +48,7 @@ def child(step: str, workload: str) -> Seconds:
     batches = make_batches(work)
     stepper = Stepper(work, ONNXTRAIN, make_model(work))
     stepper.step(batches[0])
-    steady.warm_up({ONNXTRAIN: stepper}, batches, lambda doing: processes.send(doing=doing))
+    steady_state.warm_up({ONNXTRAIN: stepper}, batches, lambda doing: processes.send(doing=doing))
     elapsed: list[float] = []
     processor: list[float] = []
     while len(elapsed) < _LEAST_STEPS or sum(elapsed) < _STEADY_S:
@@ -59,27 +59,27 @@ def child(step: str, workload: str) -> Seconds:
 
 
 def measure(option: str, workload: str, repeats: int, tell: Tell) -> list[tuple[Seconds, Seconds]]:
-    """Of each repeat the seconds by default and with the option."""
+    """The seconds by default and with the option, for each repeat."""
     step, _ = OPTIONS[option]
     pairs: list[tuple[Seconds, Seconds]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for repeat in range(-1, repeats):
             tell(f"{option}, {workload}: " + ("to fill caches" if repeat < 0 else f"{repeat + 1} of {repeats}"))
-            found: list[Seconds] = []
-            for wanted in ("0", "1"):
-                caches = str(Path(scratch, str(repeat) + wanted if step == FIRST else "kept"))
-                file = Path(scratch, f"options-{wanted}.json")
-                file.write_text(json.dumps({"process_wide": [option] if wanted == "1" else []}))
+            pair: list[Seconds] = []
+            for enabled in ("0", "1"):
+                caches = str(Path(scratch, str(repeat) + enabled if step == FIRST else "kept"))
+                file = Path(scratch, f"options-{enabled}.json")
+                file.write_text(json.dumps({"process_wide": [option] if enabled == "1" else []}))
                 environment = {"ORTMODULE_JSON_CONFIG_PATH": str(file), "ONNXTRAIN_CACHE_DIR": caches}
                 arguments = ["--child", step, workload]
-                found.append(processes.run("benchmarks.process_options", arguments, environment, tell))
+                pair.append(processes.run("benchmarks.process_options", arguments, environment, tell))
             if repeat >= 0:
-                pairs.append((found[0], found[1]))
+                pairs.append((pair[0], pair[1]))
     return pairs
 
 
 def row(option: str, workload: str, pairs: Sequence[tuple[Seconds, Seconds]]) -> list[str]:
-    """The cells of one line: medians by default and with the option, and the quotient of each."""
+    """The cells of one row: the medians by default and with the option, and their ratios."""
     cells = [option, workload, OPTIONS[option][0]]
     for kind in ("elapsed", "processor"):
         default, own = (statistics.median(pair[side][kind] for pair in pairs) for side in (0, 1))
@@ -88,13 +88,15 @@ def row(option: str, workload: str, pairs: Sequence[tuple[Seconds, Seconds]]) ->
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures and prints."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.process_options", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--only", choices=OPTIONS, help="the option to measure (default: all)")
-    parser.add_argument("--workloads", nargs="+", choices=CPU_WORKLOADS, help="what to train (default: each option's)")
-    parser.add_argument("--repeats", type=int, default=5, help="processes of each (default: 5)")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=CPU_WORKLOADS, help="the workloads (default: those of each option)"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="processes with and without the option (default: 5)")
     parser.add_argument("--child", nargs=2, metavar=("STEP", "WORKLOAD"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.child:

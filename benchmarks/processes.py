@@ -1,8 +1,8 @@
-"""Measurements in processes of their own: nothing that another one built or warmed up can help or disturb.
+"""Measure in separate processes, so that no measurement helps or disturbs another.
 
-    this process ─start─▶ python -m benchmarks.steady … ─lines on stdout─▶ progress …, one result
+    this process ─start─▶ python -m benchmarks.steady_state … ─lines on stdout─▶ progress …, one result
 
-A line that begins with the mark is a message in JSON; all others are what libraries print, and are left out.
+A line that begins with the mark is a message in JSON. Other lines are output of libraries and are ignored.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parent.parent
 _MARK = "benchmark: "
 
-# Of an installed package Python compiles the sources once. So it is here, by the first process, which is not counted.
+# As with an installed package, sources are compiled to bytecode once: by the first process, which is not counted.
 _COMPILED_SOURCES = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 Tell = Callable[[str], None]
 
 
 def send(**message: Any) -> None:
-    """From the process that measures: `doing` what it does now, or `result`."""
+    """Send a message from the measuring process: `doing`, its current activity, or `result`."""
     print(_MARK + json.dumps(message), flush=True)
 
 
 def run(module: str, arguments: Sequence[str], environment: Mapping[str, str], tell: Tell) -> Any:
-    """Runs a module of the benchmark in a fresh process and gives its result.
+    """Run a module of the benchmark in a fresh process, and return its result.
 
     Raises:
-        RuntimeError: it ended without a result; the message holds what it said.
+        RuntimeError: it ended without a result; the message has its error output.
     """
     result = None
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
@@ -68,27 +68,27 @@ def run(module: str, arguments: Sequence[str], environment: Mapping[str, str], t
 
 
 def end_on_termination() -> None:
-    """Lets a signal to end unwind the stack, so that no process that was started here stays behind."""
+    """Unwind the stack on SIGTERM, so that no child process is left running."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class Caches:
-    """Cache folders: an empty one for each variant's first step, and one for everything else.
+    """Cache folders: an empty one for each first step, and one for everything else.
 
-    What the first steps of torch.compile wrote is found again by the steady steps, which would else compile anew.
+    The steady-state steps of torch.compile reuse the caches of its first steps, else they would compile again.
     """
 
     def __init__(self, scratch: Path, kept: Path) -> None:
-        """`kept` is where onnxtrain's kernels and their times stay between runs."""
+        """`kept` is the folder that keeps onnxtrain's kernels and their times between runs."""
         self._scratch = scratch
         self._kept = kept
 
     def empty(self) -> dict[str, str]:
-        """Variables that lead all caches to a new folder."""
+        """Environment variables that set all caches to a new folder."""
         return _variables(Path(tempfile.mkdtemp(dir=self._scratch)))
 
     def warm(self, inductor: Sequence[Mapping[str, str]]) -> dict[str, str]:
-        """Variables for steady steps, with what Inductor wrote under these others."""
+        """Environment variables for steady-state steps, with the Inductor caches of first steps."""
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         for variables in inductor:
             written = Path(variables["TORCHINDUCTOR_CACHE_DIR"])

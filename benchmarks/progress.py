@@ -1,6 +1,6 @@
-"""Shows a benchmark while it runs: a live line on a terminal, plain lines elsewhere.
+"""Show the progress of a benchmark: a live line on a terminal, plain lines elsewhere.
 
-Only what the measuring processes say between their timed parts is shown, so that the display costs no variant time.
+It changes only with messages that the measuring processes send between timed parts, so it does not disturb them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LINE_EVERY_S = 5.0
 
 
 class Watch:
-    """Told of each measurement and of what it does just now."""
+    """Shows the current measurement and its activity."""
 
     def __init__(self, console: Console, measurements: int) -> None:
         self._console = console
@@ -37,18 +37,18 @@ class Watch:
         self._bar.stop()
 
     def begin(self, name: str) -> None:
-        """A measurement begins."""
+        """Begin a measurement."""
         self._name = name
         self.doing("")
 
     def doing(self, text: str) -> None:
-        """What it does now."""
-        said = f"{self._name}: {text}" if text else self._name
-        self._bar.update(self._task, description=said)
+        """Show the current activity."""
+        line = f"{self._name}: {text}" if text else self._name
+        self._bar.update(self._task, description=line)
         if not self._console.is_terminal and time.monotonic() - self._shown > _LINE_EVERY_S:
             self._shown = time.monotonic()
-            self._console.print(f"… {said}", style="dim", highlight=False)
+            self._console.print(f"… {line}", style="dim", highlight=False)
 
     def done(self) -> None:
-        """A measurement ended."""
+        """End a measurement."""
         self._bar.advance(self._task)

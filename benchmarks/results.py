@@ -1,8 +1,8 @@
-"""What a measurement gave, as plain values that go to a JSON file and back.
+"""The results of a measurement as plain values, stored as JSON files.
 
-    <folder>/<workload>.json      Measured        <folder>/behind.json      Behind
+    <folder>/<workload>.json      Measured        <folder>/background.json      BackgroundCompilation
 
-Each file holds one run, with the machine and the command: ratios are only taken within a file.
+Each file holds one run, with the machine and the command. Ratios are only taken within a file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Machine
-from benchmarks.other_programs import MOST
-from benchmarks.spent import Spent
+from benchmarks.op_times import OpTime
+from benchmarks.other_programs import MAX_OTHERS_CORES
 from benchmarks.variants import EAGER, ONNXTRAIN
 
 Quartiles = tuple[float, float, float]
@@ -27,11 +27,11 @@ Quartiles = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Where, when and beside what a run took place.
+    """Where and when a run took place, and the load of other programs.
 
     Attributes:
-        others_cores: how many cores other programs kept busy during the timed rounds.
-        commit: the commit that was measured, with `+` where files had changed since; empty outside a repository.
+        others_cores: the number of cores that other programs kept busy during the timed rounds.
+        commit: the measured commit, with `+` if files had uncommitted changes; "" outside a repository.
     """
 
     machine: Machine
@@ -42,7 +42,7 @@ class Circumstances:
 
     @property
     def disturbed(self) -> bool:
-        return self.others_cores > MOST
+        return self.others_cores > MAX_OTHERS_CORES
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,21 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Timed(Rounds):
-    """And the rest that is known of it.
+    """All measurements of one variant.
 
     Attributes:
-        first_s, second_s: its first and second step in each fresh process.
-        peak_bytes: of a step.
+        first_s, second_s: the seconds of the first and second step in each fresh process.
+        peak_bytes: the peak memory of a step.
         losses: of its first steps, for which all variants get the same batches.
-        spent: what a step's time goes to; empty where that was not looked at.
-        parts_s: the same by what the training loop does.
+        op_times: the time of a step by op; () if it was not profiled.
+        parts_s: the time of a step by part of the training loop.
     """
 
     first_s: tuple[float, ...]
     second_s: tuple[float, ...]
     peak_bytes: int
     losses: tuple[float, ...]
-    spent: tuple[Spent, ...] = ()
+    op_times: tuple[OpTime, ...] = ()
     parts_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -87,28 +87,27 @@ class Timed(Rounds):
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run gave of one workload.
+    """The results of one run of one workload.
 
     Attributes:
-        items: of all rounds of a variant.
-        products_s: what the step's matrix products alone took, in each round; empty where that is not known.
-        products: how many there are in a step.
-        turn: steps of a variant per round; times are per step.
-        products_flops: floating-point operations of these products.
-        kept: how much of these operations onnxtrain's step has: it leaves out rows that nobody reads.
-        peak_flops: those that the processor makes in a second at most, the median of all rounds; None where that is
-            not known.
+        items: processed by a variant in all rounds.
+        gemms_s: the seconds of the step's GEMMs and convolutions alone, in each round; () if unknown.
+        gemms: the number of GEMMs and convolutions in a step.
+        steps_per_round: the steps of a variant in a round; times are per step.
+        gemm_flops: the FLOPs of these GEMMs and convolutions.
+        gemm_fraction: the fraction of these FLOPs that onnxtrain's step has: it skips dead rows.
+        peak_flops: the processor's peak FLOP/s, the median of all rounds; None if unknown.
     """
 
     workload: str
     circumstances: Circumstances
     items: int
     variants: tuple[Timed, ...]
-    products_s: tuple[float, ...]
-    products: int
-    turn: int = 1
-    products_flops: int = 0
-    kept: float = 1.0
+    gemms_s: tuple[float, ...]
+    gemms: int
+    steps_per_round: int = 1
+    gemm_flops: int = 0
+    gemm_fraction: float = 1.0
     peak_flops: float | None = None
 
     def of(self, variant: str) -> Timed | None:
@@ -116,41 +115,41 @@ class Measured:
 
     def share(self, variant: Timed) -> float | None:
         """The fraction of a variant's step that its matmuls take at the best measured rate."""
-        kept = self.kept if variant.variant == ONNXTRAIN else 1.0
-        return kept * statistics.median(self.products_s) / variant.median_s if self.products_s else None
+        fraction = self.gemm_fraction if variant.variant == ONNXTRAIN else 1.0
+        return fraction * statistics.median(self.gemms_s) / variant.median_s if self.gemms_s else None
 
     def later(self) -> tuple[float, ...]:
-        """Seconds by which onnxtrain's first step takes longer than eager's, of each pair of processes."""
+        """The seconds by which onnxtrain's first step takes longer than eager's, for each pair of processes."""
         ours, eager = self.of(ONNXTRAIN), self.of(EAGER)
         return () if ours is None or eager is None else tuple(map(sub, ours.first_s, eager.first_s))
 
     def limit(self) -> float | None:
-        """How many times eager's speed a step of nothing but onnxtrain's products would have."""
+        """The speedup over eager of a step that consists only of onnxtrain's GEMMs and convolutions."""
         eager = self.of(EAGER)
         share = None if eager is None else self.share(eager)
-        return 1 / (share * self.kept) if share else None
+        return 1 / (share * self.gemm_fraction) if share else None
 
 
 def speed_over(fast: Rounds, slow: Rounds) -> Quartiles:
-    """How many times `slow`'s speed `fast` has: lower quartile, median and upper quartile over the rounds."""
+    """The speedup of `fast` over `slow`: lower quartile, median and upper quartile over the rounds."""
     return quartiles([s / f for s, f in zip(slow.rounds_s, fast.rounds_s, strict=True)])
 
 
 def quartiles(ratios: Sequence[float]) -> Quartiles:
-    """The lower one, the median and the upper one."""
+    """The lower quartile, the median and the upper quartile."""
     if len(ratios) == 1:
         return ratios[0], ratios[0], ratios[0]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return low, middle, high
 
 
-MOST_SLOWDOWN = 1.5  # of the median step, while kernels compile
-MOST_ABOVE_S = 0.3  # that a single step may lie above this
+MAX_SLOWDOWN = 1.5  # of the median step while kernels compile
+MAX_ABOVE_S = 0.3  # by which a single step may exceed this
 
 
 @dataclass(frozen=True)
-class Behind:
-    """Steps in seconds by turns: while kernels were compiled behind them, and while compilers were held."""
+class BackgroundCompilation:
+    """The seconds of steps by period: while kernels were compiled in the background, and with the compilers stopped."""
 
     workload: str
     circumstances: Circumstances
@@ -168,9 +167,9 @@ class Behind:
 
     @property
     def slowdown(self) -> Quartiles:
-        """How many times as long the median step of a turn takes with compilers: quartiles over the turns."""
-        turns = zip(self.during_s, self.alone_s, strict=True)
-        return quartiles([statistics.median(during) / statistics.median(alone) for during, alone in turns])
+        """The slowdown of the median step of a period by the compilers: quartiles over the periods."""
+        periods = zip(self.during_s, self.alone_s, strict=True)
+        return quartiles([statistics.median(during) / statistics.median(alone) for during, alone in periods])
 
     @property
     def slowest_s(self) -> float:
@@ -178,35 +177,35 @@ class Behind:
 
     @property
     def longest_above_s(self) -> float:
-        """How much the slowest step during lies above the limit for a median step: 1.5 of one alone."""
-        return self.slowest_s - MOST_SLOWDOWN * self.alone_median_s
+        """By how much the slowest step exceeds the limit for a median step, 1.5 times that of one alone."""
+        return self.slowest_s - MAX_SLOWDOWN * self.alone_median_s
 
 
-def write(result: Measured | Behind, folder: Path) -> Path:
-    """Writes one result, over an older one of the same workload; the path of its file."""
+def write(result: Measured | BackgroundCompilation, folder: Path) -> Path:
+    """Write one result, replacing an older one of the same workload; return the path of its file."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = "behind" if isinstance(result, Behind) else result.workload
+    name = "background" if isinstance(result, BackgroundCompilation) else result.workload
     path = folder / f"{name}.json"
     path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n", encoding="utf-8")
     return path
 
 
-def read(folder: Path, names: Sequence[str]) -> list[Measured | Behind]:
-    """The results of these names that are in a folder, in this order."""
+def read(folder: Path, names: Sequence[str]) -> list[Measured | BackgroundCompilation]:
+    """Read the results of these names from a folder, in this order; missing ones are skipped."""
     paths = [folder / f"{name}.json" for name in names]
     return [from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.exists()]
 
 
-def from_json(values: dict[str, Any]) -> Measured | Behind:
-    """What `write` wrote."""
+def from_json(values: dict[str, Any]) -> Measured | BackgroundCompilation:
+    """Build a result from the values that `write` stored."""
     circumstances = values["circumstances"]
     machine = circumstances["machine"]
     machine["versions"] = tuple((name, version) for name, version in machine["versions"])
     common = {"circumstances": Circumstances(**circumstances | {"machine": Machine(**machine)})}
     if "during_s" in values:
-        return Behind(**_with_tuples(values) | common)
+        return BackgroundCompilation(**_with_tuples(values) | common)
     variants = tuple(
-        Timed(**_with_tuples(timed) | {"spent": tuple(Spent(**each) for each in timed.get("spent", ()))})
+        Timed(**_with_tuples(timed) | {"op_times": tuple(OpTime(**op_time) for op_time in timed.get("op_times", ()))})
         for timed in values["variants"]
     )
     return Measured(**_with_tuples(values) | common | {"variants": variants})

@@ -1,4 +1,4 @@
-"""The benchmark's results as tables of texts: for the terminal by rich, for the page as Markdown."""
+"""Format the results as tables: for the terminal by rich, for the documentation in Markdown."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from benchmarks.machine import Machine
-from benchmarks.results import MOST_ABOVE_S, MOST_SLOWDOWN, Behind, Circumstances, Measured, Timed, speed_over
-from benchmarks.spent import Spent
+from benchmarks.op_times import OpTime
+from benchmarks.results import (
+    MAX_ABOVE_S,
+    MAX_SLOWDOWN,
+    BackgroundCompilation,
+    Circumstances,
+    Measured,
+    Timed,
+    speed_over,
+)
 from benchmarks.variants import EAGER, ONNXTRAIN
 from benchmarks.workload import Workload
 
-MOST_AFTER_EAGER_S = 2.0  # the goal for every first step
+MAX_AFTER_EAGER_S = 2.0  # the goal for each first step
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A table: the first column holds names, all others are figures; `notes` stand below it."""
+    """A table: names in the first column, figures in the others, and notes below it."""
 
     title: str
     header: tuple[str, ...]
@@ -40,7 +48,7 @@ class Rows:
 
 
 def machine_table(machine: Machine, command: str) -> Table:
-    """Where and how the numbers below it came about."""
+    """The machine and the command of a measurement."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, value in (*machine.lines(), ("command", command)):
         table.add_row(name, value)
@@ -48,10 +56,20 @@ def machine_table(machine: Machine, command: str) -> Table:
 
 
 def workload_rows(workload: Workload, measured: Measured) -> Rows:
-    """One line per variant, with onnxtrain's speedup over it."""
+    """One row per variant, with onnxtrain's speedup over it."""
     ours = measured.of(ONNXTRAIN)
     own = f"{workload.unit}/s"
-    header = ("", "first step", "median step", own, "peak memory", "products", "onnxtrain is", "in total", "goal")
+    header = (
+        "",
+        "first step",
+        "median step",
+        own,
+        "peak memory",
+        "GEMM share",
+        "speedup of onnxtrain",
+        "in total",
+        "goal",
+    )
     rows = []
     for timed in measured.variants:
         share = measured.share(timed)
@@ -78,38 +96,38 @@ def _compared(workload: Workload, ours: Timed | None, timed: Timed) -> tuple[str
 
 
 def verdict(reached: float, goal: float) -> str:
-    """Whether a figure is as high as wanted; compared as it is shown, with two digits."""
+    """Whether a figure reaches its goal, compared with the two digits that are shown."""
     return "met" if round(reached, 2) >= goal else "missed"
 
 
 def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
     first, *_ = measured.variants
     ran = "Forward, backward and AdamW" if workload.optimized else "Forward and backward"
-    turn = f" of {measured.turn} steps each" if measured.turn > 1 else ""
-    yield f"{ran}; {len(first.rounds_s)} rounds{turn}, interleaved in one process."
+    steps = f" of {measured.steps_per_round} steps each" if measured.steps_per_round > 1 else ""
+    yield f"{ran}; {len(first.rounds_s)} rounds{steps}, interleaved in one process."
     ours, eager = measured.of(ONNXTRAIN), measured.of(EAGER)
-    if measured.products_s:
-        note = f"Products: {measured.products} matrix products and convolutions alone take this share of a step"
+    if measured.gemms_s:
+        note = f"GEMM share: the time of the step's {measured.gemms} GEMMs and convolutions alone"
         goal = workload.goals.share
         reached = measured.share(ours) if ours else None
         yield f"{note}." if goal is None or reached is None else f"{note}; goal {goal:.0%}: {verdict(reached, goal)}."
-        if measured.products_flops:
-            rate = measured.products_flops / statistics.median(measured.products_s)
+        if measured.gemm_flops:
+            rate = measured.gemm_flops / statistics.median(measured.gemms_s)
             peak = measured.peak_flops
-            most = "" if peak is None else f", {rate / peak:.0%} of the processor's {peak / 1e9:.0f}"
-            yield f"They run at {rate / 1e9:.0f} GFLOP/s{most}."
-        if measured.kept < 0.995:
-            yield f"Onnxtrain's step has {measured.kept:.0%} of their operations: rows that nobody reads are left out."
+            of_peak = "" if peak is None else f", {rate / peak:.0%} of the processor's {peak / 1e9:.0f}"
+            yield f"They run at {rate / 1e9:.0f} GFLOP/s{of_peak}."
+        if measured.gemm_fraction < 0.995:
+            yield f"onnxtrain's step has {measured.gemm_fraction:.0%} of their FLOPs: it skips dead rows."
         if (limit := measured.limit()) is not None:
             wanted = workload.goals.speed.get(EAGER)
             less = f": less than the goal of {wanted:g} ×" if wanted is not None and limit < wanted else ""
-            yield f"A step of nothing else would have {limit:.2f} × eager's speed{less}."
+            yield f"A step of these GEMMs alone would be {limit:.2f} × as fast as eager{less}."
     if later := measured.later():
         middle = statistics.median(later)
-        met = "met" if middle <= MOST_AFTER_EAGER_S else "missed"
+        met = "met" if middle <= MAX_AFTER_EAGER_S else "missed"
         spread = f" ({min(later):+.1f} to {max(later):+.1f} in {len(later)} pairs of processes)"
         when = f"First step {middle:+.1f} s after eager's{spread if len(later) > 1 else ''}"
-        yield f"{when}; goal {MOST_AFTER_EAGER_S:g} s: {met}."
+        yield f"{when}; goal {MAX_AFTER_EAGER_S:g} s: {met}."
     if ours and eager and ours.parts_s and eager.parts_s:
         parts = (f"{part} {duration(eager.parts_s[part])} and {duration(s)}" for part, s in ours.parts_s.items())
         yield f"A step in parts, {EAGER} and {ONNXTRAIN}: {', '.join(parts)}."
@@ -128,51 +146,54 @@ def _beside(circumstances: Circumstances) -> str:
 _KINDS = 8  # of ops that a table shows
 
 
-def spent_rows(measured: Measured) -> Rows | None:
-    """What takes the time of onnxtrain's step, beside what takes eager's; None where nobody looked."""
+def op_time_rows(measured: Measured) -> Rows | None:
+    """The op times of onnxtrain's step next to those of eager's; None if they were not profiled."""
     ours, eager = measured.of(ONNXTRAIN), measured.of(EAGER)
-    if ours is None or eager is None or not ours.spent or not eager.spent:
+    if ours is None or eager is None or not ours.op_times or not eager.op_times:
         return None
-    rows = tuple((*left, *right) for left, right in zip(_most_spent(ours.spent), _most_spent(eager.spent), strict=True))
+    rows = tuple(
+        (*left, *right)
+        for left, right in zip(_largest_op_times(ours.op_times), _largest_op_times(eager.op_times), strict=True)
+    )
     header = (ONNXTRAIN, "a step", "share", EAGER, "a step", "share")
-    return Rows("What the time goes to", header, rows)
+    return Rows("Time by op", header, rows)
 
 
-def _most_spent(spent: Sequence[Spent]) -> list[tuple[str, str, str]]:
-    """The kinds that take most, the other kinds together, and the rest: always as many lines."""
-    *kinds, rest = spent
-    whole = sum(each.ms for each in spent)
+def _largest_op_times(op_times: Sequence[OpTime]) -> list[tuple[str, str, str]]:
+    """The kinds of ops with the most time, the others together, and the rest, always in the same number of rows."""
+    *kinds, rest = op_times
+    whole = sum(each.ms for each in op_times)
     shown = [(f"{each.op} × {each.count}", each.ms) for each in kinds[:_KINDS]]
     shown += [("", 0.0)] * (_KINDS - len(shown))
     shown += [("other ops", sum(each.ms for each in kinds[_KINDS:])), (rest.op, rest.ms)]
     return [(name, duration(ms / 1e3), f"{ms / whole:.0%}") if name else ("", "", "") for name, ms in shown]
 
 
-def behind_rows(behind: Behind) -> Rows:
-    """Steps while kernels are compiled, beside those without."""
-    low, middle, high = behind.slowdown
-    slow = "met" if middle <= MOST_SLOWDOWN else "missed"
-    above = "met" if behind.longest_above_s <= MOST_ABOVE_S else "missed"
-    limit = duration(MOST_SLOWDOWN * behind.alone_median_s + MOST_ABOVE_S)
+def background_rows(result: BackgroundCompilation) -> Rows:
+    """The times of steps while kernels are compiled, next to those of steps without."""
+    low, middle, high = result.slowdown
+    slow = "met" if middle <= MAX_SLOWDOWN else "missed"
+    above = "met" if result.longest_above_s <= MAX_ABOVE_S else "missed"
+    limit = duration(MAX_SLOWDOWN * result.alone_median_s + MAX_ABOVE_S)
     rows = (
-        ("median step, compilers held", duration(behind.alone_median_s), ""),
-        ("median step while compiling", duration(behind.during_median_s), ""),
-        ("slowdown", f"{middle:.2f} × ({low:.2f} – {high:.2f})", f"at most {MOST_SLOWDOWN:g} ×: {slow}"),
-        ("slowest step while compiling", duration(behind.slowest_s), f"at most {limit}: {above}"),
+        ("median step, compilers stopped", duration(result.alone_median_s), ""),
+        ("median step while compiling", duration(result.during_median_s), ""),
+        ("slowdown", f"{middle:.2f} × ({low:.2f} – {high:.2f})", f"at most {MAX_SLOWDOWN:g} ×: {slow}"),
+        ("slowest step while compiling", duration(result.slowest_s), f"at most {limit}: {above}"),
     )
-    beside, alone = len(behind.during_s[0]), len(behind.alone_s[0])
+    beside, alone = len(result.during_s[0]), len(result.alone_s[0])
     notes = (
-        f"{len(behind.during_s)} turns of {beside} steps with compilers and {alone} without.",
-        f"The last compiler ended after {behind.compiling_s:.0f} s.",
-        "The slowdown is taken turn by turn. The first step of all, which captures the model, is left out.",
-        f"No step may lie more than {MOST_ABOVE_S:g} s above {MOST_SLOWDOWN:g} × the median with compilers held.",
-        _beside(behind.circumstances),
+        f"{len(result.during_s)} periods of {beside} steps with compilers and {alone} without.",
+        f"The last compiler ended after {result.compiling_s:.0f} s.",
+        "The slowdown is taken per period. The very first step, which captures the model, is skipped.",
+        f"No step may exceed {MAX_SLOWDOWN:g} × the median with compilers stopped by more than {MAX_ABOVE_S:g} s.",
+        _beside(result.circumstances),
     )
-    return Rows(f"While kernels compile, caches empty: {behind.workload}", ("", "", "goal"), rows, notes)
+    return Rows(f"While kernels compile, caches empty: {result.workload}", ("", "", "goal"), rows, notes)
 
 
 def duration(seconds: float) -> str:
-    """In a unit that leaves few digits."""
+    """Format a duration with few digits: "12.3 ms"."""
     if seconds >= 10:
         return f"{seconds:,.1f} s"
     return f"{1e6 * seconds:,.1f} µs" if seconds < 0.001 else f"{1e3 * seconds:,.1f} ms"

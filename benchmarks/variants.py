@@ -1,4 +1,4 @@
-"""Who is timed. Each has a way to prepare a model; the step around it is the same code for all."""
+"""The variants to time. Each prepares a model its own way; the step around it is the same code for all."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def _eager(model: nn.Module) -> Forward:
 
 
 def _onnxtrain(model: nn.Module, **options: Any) -> Forward:
-    # What this import costs is part of the first step's measurement.
+    # The time of this import counts as part of the first step.
     from onnxtrain import FallbackPolicy, ORTModule  # noqa: PLC0415
 
     # Falling back would time eager PyTorch against itself.
     return ORTModule(model, fallback_policy=FallbackPolicy.FALLBACK_DISABLE, **options)
 
 
-# Dynamo keeps what it compiled with the code object, and takes a graph of equal sizes from any model: each of these two
-# has a function of its own, or the second would run the first one's graph.
+# Dynamo caches compiled graphs by code object, and reuses a graph of equal sizes for any model. So each of these two
+# has its own function, or the second would run the graph of the first.
 
 
 def _compile(model: nn.Module) -> Forward:
@@ -83,7 +83,7 @@ def _inner_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def _with_onednn(model: nn.Module) -> Forward:
-    """The model with all its Linears, and transformers' transposed ones, on oneDNN; its parameters stay."""
+    """Run all Linears of a model, and the transposed ones of transformers, by oneDNN. Parameters are unchanged."""
     for part in model.modules():
         if isinstance(part, nn.Linear):
             part.forward = lambda x, own=part: _OneDnnLinear.apply(x, own.weight, own.bias)
@@ -93,7 +93,7 @@ def _with_onednn(model: nn.Module) -> Forward:
 
 
 def can_compile() -> bool:
-    """Says whether torch.compile finds a C++ compiler, without which it cannot run on a CPU."""
+    """Whether torch.compile finds a C++ compiler, which it requires on a CPU."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
 
 
@@ -107,18 +107,18 @@ VARIANTS: dict[str, Prepare] = {
     COMPILE_DYNAMIC: _compile_dynamic,
 }
 COMPILING = (COMPILE, COMPILE_DYNAMIC)
-OWN = (ONNXTRAIN, REGIONS, ALL_REGIONS)  # those that change while they run
-USUAL = (EAGER, ONEDNN, ONNXTRAIN, *COMPILING)  # those that are timed unless others are named
+OWN = (ONNXTRAIN, REGIONS, ALL_REGIONS)  # those that tune themselves while they run
+USUAL = (EAGER, ONEDNN, ONNXTRAIN, *COMPILING)  # those that are timed by default
 
 
-def of_workload(workload: Workload) -> tuple[str, ...]:
-    """The variants that can run a workload: oneDNN runs on CPUs only, and not with every dtype on each."""
+def variants_of(workload: Workload) -> tuple[str, ...]:
+    """The variants that can run a workload: oneDNN runs on CPUs only, and with bfloat16 only on some."""
     onednn = workload.device == "cpu" and (not workload.narrow or onednn_has_bfloat16())
     return tuple(name for name in VARIANTS if onednn or name != ONEDNN)
 
 
 def onednn_has_bfloat16() -> bool:
-    """Says whether its inner product takes bfloat16 here; without AVX-512 it does not."""
+    """Whether oneDNN's inner product supports bfloat16 on this processor; without AVX-512 it does not."""
     try:
         _inner_product(*torch.ones(2, 4, 4, dtype=torch.bfloat16), None)
     except RuntimeError:
@@ -133,7 +133,7 @@ class Stepper:
     """One variant with its own copy of the model; all copies have the same weights and see the same batches."""
 
     def __init__(self, workload: Workload, variant: str, model: nn.Module) -> None:
-        """Prepares a copy of `model` in `prepare_s` seconds."""
+        """Prepare a copy of `model`; the time is `prepare_s`."""
         plain = copy.deepcopy(model)
         self._loss = workload.loss
         self._on_gpu = workload.device == "cuda"
@@ -145,7 +145,7 @@ class Stepper:
         self.prepare_s = time.perf_counter() - started
 
     def step(self, batch: Batch) -> float:
-        """Clears the gradients, runs forward, backward and the optimizer; the seconds that they took."""
+        """Clear the gradients, run forward, backward and the optimizer; return the seconds."""
         started = time.perf_counter()
         for parameter in self._parameters:
             parameter.grad = None
@@ -160,7 +160,7 @@ class Stepper:
         return taken
 
     def parts(self, batch: Batch) -> tuple[float, ...]:
-        """The seconds that each of `PARTS` takes of a step on a CPU."""
+        """The seconds of each of `PARTS` in a step on a CPU."""
         forward_s = 0.0
 
         def forward(*inputs: Any, **named: Any) -> Any:
@@ -186,12 +186,12 @@ class Stepper:
 
 
 def make_model(workload: Workload) -> nn.Module:
-    """The model that all variants get copies of, training, on its device."""
+    """Make the model that all variants copy, in training mode, on its device."""
     torch.manual_seed(0)
     return workload.make_model().to(workload.device).train()
 
 
 def make_batches(workload: Workload) -> list[Batch]:
-    """The batches, on their device."""
+    """Make the batches, on their device."""
     torch.manual_seed(1)
     return [{k: v.to(workload.device) for k, v in batch.items()} for batch in workload.make_batches()]

@@ -1,11 +1,11 @@
-"""The first step of a program that ran before: eager PyTorch against onnxtrain with its captures on disk.
+"""Time the first step with warm caches: eager PyTorch against onnxtrain with its captures on disk.
 
-    a process, not counted, trains until all is compiled ─▶ interleaved processes: eager, onnxtrain ─▶ medians
+    one process trains until all is compiled, not counted ─▶ interleaved processes: eager, onnxtrain ─▶ medians
 
 Usage: python -m benchmarks.warm_start [--only NAME] [--repeats N] [--caches FOLDER]
 
-Each time is that of a fresh process, from before the wrap to the end of the first step: for onnxtrain its import too,
-for both without those of torch and transformers.
+Each time is that of a fresh process, from before wrapping the model to the end of the first step. It includes the
+import of onnxtrain, but not those of torch and transformers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from benchmarks.variants import EAGER, ONNXTRAIN
 
 
 def measure(workload: str, repeats: int, folder: Path, tell: Tell) -> dict[str, list[float]]:
-    """The seconds of first steps, a list for each variant; `folder` is filled first where it has no captures."""
+    """The seconds of the first steps, by variant. If `folder` has no captures, it is filled first."""
     captures = folder.resolve() / "captures"
     caches = {"ONNXTRAIN_CACHE_DIR": str(folder.resolve() / "kernels"), "ORTMODULE_CACHE_DIR": str(captures)}
     if not captures.exists():
-        processes.run("benchmarks.steady", [workload, "1", "warm", ONNXTRAIN], caches, tell)
+        processes.run("benchmarks.steady_state", [workload, "1", "warm", ONNXTRAIN], caches, tell)
     times: dict[str, list[float]] = {EAGER: [], ONNXTRAIN: []}
     for repeat in range(repeats):
         for variant, own in times.items():
@@ -42,10 +42,10 @@ def measure(workload: str, repeats: int, folder: Path, tell: Tell) -> dict[str, 
 
 
 def table(title: str, times: dict[str, list[float]]) -> Table:
-    """The medians, and by how much each is after eager's."""
+    """The medians, and their differences from eager's."""
     shown = Table(title=title, title_justify="left")
     shown.add_column("")
-    for header in ("median first step", "after eager's", "fastest to slowest"):
+    for header in ("median first step", "difference from eager", "fastest to slowest"):
         shown.add_column(header, justify="right")
     eager = statistics.median(times[EAGER])
     for name, own in times.items():
@@ -56,12 +56,12 @@ def table(title: str, times: dict[str, list[float]]) -> Table:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures and prints."""
+    """Measure, and print the results."""
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_start", description=about)
-    parser.add_argument("--only", choices=CPU_WORKLOADS, default=MINILM.name, help="what to measure (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="processes of each (default: 5)")
-    parser.add_argument("--caches", type=Path, help="folder that keeps the caches for a further run (default: none)")
+    parser.add_argument("--only", choices=CPU_WORKLOADS, default=MINILM.name, help="the workload (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="processes of each variant (default: 5)")
+    parser.add_argument("--caches", type=Path, help="a folder to keep the caches in for later runs (default: none)")
     given = parser.parse_args(arguments)
     if given.repeats < 1:
         parser.error(f"--repeats: expected 1 or more, got {given.repeats}")

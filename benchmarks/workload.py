@@ -1,7 +1,4 @@
-"""What a workload is: a model, its batches, and the way from both to a loss.
-
-Weights are random: no time depends on them.
-"""
+"""A workload: a model, its batches and its loss. Weights are random, as no time depends on them."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-Forward = Callable[..., Any]  # what calling a model does, whoever runs it
+Forward = Callable[..., Any]  # calls a model, as some variant runs it
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Goals:
-    """What onnxtrain is to reach in the same run.
+    """The goals for onnxtrain in a run.
 
     Attributes:
-        speed: the least speedup over each variant.
-        share: at least so much of the speed that the step's matrix products alone would allow.
+        speed: the minimum speedup over each variant.
+        share: the minimum share of the step that its GEMMs and convolutions alone take.
     """
 
     speed: Mapping[str, float] = field(default_factory=dict)
@@ -35,11 +32,11 @@ class Workload:
 
     Attributes:
         make_batches: the batches, used cyclically.
-        loss: from what runs the model and a batch, a scalar to differentiate.
-        items: how many of `unit` a batch holds.
-        rounds: how many times each variant's step is timed.
-        cold: nothing is prepared or warmed up before the clock runs, and no cache has anything.
-        optimized: whether the optimizer's step belongs to it.
+        loss: computes a scalar loss from a forward function and a batch.
+        items: the number of items of a batch, counted in `unit`.
+        rounds: the number of timed rounds.
+        cold: whether preparation and compilation are timed too, with empty caches and no warm-up.
+        optimized: whether a step includes the optimizer.
         device: "cpu" or "cuda".
         narrow: whether it runs under autocast to bfloat16.
     """
@@ -60,11 +57,11 @@ class Workload:
 
 
 def model_loss(forward: Forward, batch: Batch) -> torch.Tensor:
-    """The loss that a Hugging Face model computes itself."""
+    """The loss computed by a Hugging Face model itself."""
     loss: torch.Tensor = forward(**batch).loss
     return loss
 
 
 def count_tokens(batch: Batch) -> int:
-    """Those that are no padding."""
+    """The number of tokens that are not padding."""
     return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()

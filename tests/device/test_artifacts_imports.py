@@ -255,8 +255,8 @@ def test_an_unknown_op_in_front_of_what_is_trained_stays(tmp_path: Path) -> None
     assert "Scaler" in [n.op_type for n in onnx.load(tmp_path / "training_model.onnx").graph.node]
 
 
-def test_an_unknown_op_behind_what_is_trained_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"no gradient of ai.onnx.ml::Scaler") as caught:
+def test_an_unknown_op_after_the_trained_weight_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"no gradient for ai.onnx.ml::Scaler") as caught:
         gradients(unknown_op(trained_before=True), ["w"], [], tmp_path)
     assert "train only parameters after it" in str(caught.value)
     assert not list(tmp_path.iterdir()), "nothing is written"

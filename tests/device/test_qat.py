@@ -584,13 +584,13 @@ def test_refuses_pairs_that_do_not_belong_together() -> None:
     read_by_more = onnx.ModelProto()
     read_by_more.CopyFrom(good)
     read_by_more.graph.node.append(node("Cast", ["x_rounded_q"], ["cast"], to=TensorProto.FLOAT))
-    refused(read_by_more, "read by DequantizeLinear alone")
+    refused(read_by_more, "read by DequantizeLinear only")
     computed = onnx.ModelProto()
     computed.CopyFrom(good)
     computed.graph.node.insert(0, node("ReduceMax", ["x"], ["computed"], keepdims=0))
     for index in (1, 2):
         computed.graph.node[index].input[1] = "computed"
-    refused(computed, "that is computed")
+    refused(computed, "computed scale or zero point")
     integers = onnx.ModelProto()
     integers.CopyFrom(good)
     del integers.graph.node[0]

@@ -56,7 +56,7 @@ def test_the_opset(name: str, ortmodule: Any, tmp_path: Path) -> None:
     assert versions == {17}
 
 
-def test_an_opset_that_has_no_form_of_the_graph_stops_no_step(
+def test_an_opset_that_cannot_express_the_graph_stops_no_step(
     ortmodule: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ORTMODULE_ONNX_OPSET_VERSION", "15")
@@ -66,7 +66,7 @@ def test_an_opset_that_has_no_form_of_the_graph_stops_no_step(
     assert len(list(tmp_path.iterdir())) == 4
     exported = onnx.load(tmp_path / "norm_torch_exported_training.onnx")
     assert exported.opset_import[0].version == 17
-    assert "in opset 17, not 15" in caplog.text
+    assert "in opset 17 instead of 15" in caplog.text
 
 
 def test_what_only_informs_says_so(ortmodule: Any) -> None:

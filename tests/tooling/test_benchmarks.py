@@ -1,4 +1,4 @@
-"""The benchmark: ratios, goals, files, and its whole way with the smallest workload. No time is asserted."""
+"""The benchmark: ratios, goals, files, and a full run with the smallest workload. No time is asserted."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from rich.table import Table
 
 import benchmarks.__main__ as program
 from benchmarks import (
-    behind,
+    background_compilation,
     less_work,
     other_programs,
     page,
     process_options,
     processes,
     results,
-    steady,
+    steady_state,
     tables,
     warm_start,
 )
 from benchmarks.chart import overview_chart, speed_chart
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
+from benchmarks.gemms import Gemms, matmul_flops
 from benchmarks.gpu_workloads import GPU_WORKLOADS
 from benchmarks.machine import Machine, measured_commit
-from benchmarks.memory import peak_bytes
-from benchmarks.products import Products, matrix_flops
-from benchmarks.results import Behind, Circumstances, Measured, Rounds, Timed, speed_over
-from benchmarks.spent import REST, Spent, spent
+from benchmarks.op_times import REST, OpTime, op_times
+from benchmarks.peak_memory import peak_bytes
+from benchmarks.results import BackgroundCompilation, Circumstances, Measured, Rounds, Timed, speed_over
 from benchmarks.variants import (
     COMPILE,
     EAGER,
@@ -51,8 +51,8 @@ from benchmarks.variants import (
     Stepper,
     make_batches,
     make_model,
-    of_workload,
     onednn_has_bfloat16,
+    variants_of,
 )
 from benchmarks.workload import Batch, Goals, Workload
 from onnxtrain import ORTModule
@@ -95,7 +95,7 @@ def test_the_ratio_is_taken_round_by_round() -> None:
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Who took a step, one after the other, where variants do nothing for a second."""
+    """The order of the variants' steps; each step of a fake variant takes a second."""
     found: list[str] = []
 
     class Fake:
@@ -109,26 +109,26 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             found.append(self.variant)
             return 1.0
 
-    monkeypatch.setattr(steady, "Stepper", Fake)
+    monkeypatch.setattr(steady_state, "Stepper", Fake)
     return found
 
 
-def test_variants_take_turns_in_going_first(order: list[str]) -> None:
+def test_the_first_variant_changes_with_every_round(order: list[str]) -> None:
     cold = dataclasses.replace(MLP, cold=True)
-    found = steady.measure(cold, (EAGER, ONNXTRAIN), 3, lambda _: None)
+    found = steady_state.measure(cold, (EAGER, ONNXTRAIN), 3, lambda _: None)
     assert order[:6] == [EAGER, ONNXTRAIN, ONNXTRAIN, EAGER, EAGER, ONNXTRAIN]
-    assert found["variants"][1]["rounds_s"] == [1.5, 1.0, 1.0], "to prepare it belongs to a cold first step"
+    assert found["variants"][1]["rounds_s"] == [1.5, 1.0, 1.0], "preparation is part of a cold first step"
     assert found["items"] == 3 * 16
 
 
 def test_rounds_end_when_they_take_long(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     cold = dataclasses.replace(MLP, cold=True)
-    monkeypatch.setattr(steady, "_MOST_ROUNDS_S", 0.0)
-    found = steady.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
+    monkeypatch.setattr(steady_state, "_MAX_ROUNDS_S", 0.0)
+    found = steady_state.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
     assert len(found["variants"][0]["rounds_s"]) == 3
     assert found["items"] == 3 * 16
-    monkeypatch.setattr(steady, "make_batches", lambda _: make_batches(MLP) * 9)
-    found = steady.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
+    monkeypatch.setattr(steady_state, "make_batches", lambda _: make_batches(MLP) * 9)
+    found = steady_state.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
     assert len(found["variants"][0]["rounds_s"]) == 9, "each batch has its round"
 
 
@@ -159,25 +159,25 @@ def test_onednn_runs_each_linear_under_autocast_too() -> None:
 
 
 @pytest.mark.parametrize("has", [False, True])
-def test_who_cannot_run_a_workload_is_left_out(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_that_cannot_run_a_workload_are_skipped(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.variants.onednn_has_bfloat16", lambda: has)
     narrow = CPU_WORKLOADS["minilm-bf16"]
-    assert (ONEDNN in of_workload(narrow)) is has
-    assert ONEDNN in of_workload(MLP)
-    assert ONEDNN not in of_workload(GPU_WORKLOADS["bert-large"])
-    assert {EAGER, ONNXTRAIN, COMPILE} <= set(of_workload(narrow))
+    assert (ONEDNN in variants_of(narrow)) is has
+    assert ONEDNN in variants_of(MLP)
+    assert ONEDNN not in variants_of(GPU_WORKLOADS["bert-large"])
+    assert {EAGER, ONNXTRAIN, COMPILE} <= set(variants_of(narrow))
 
 
-def test_products_are_those_of_the_step() -> None:
+def test_gemms_are_those_of_the_step() -> None:
     model, (batch,) = make_model(MLP), make_batches(MLP)
     stepper = Stepper(MLP, EAGER, model)
-    products = Products(lambda: stepper.step(batch))
-    assert products.count == 4 + 3 + 4, "forward, gradients of inputs but the first, gradients of weights"
-    assert products.run() > 0
+    gemms = Gemms(lambda: stepper.step(batch))
+    assert gemms.count == 4 + 3 + 4, "forward, gradients of all inputs but the first, gradients of weights"
+    assert gemms.run() > 0
 
 
-def test_operations_are_counted_by_whichever_kernel() -> None:
-    """32 rows through a Linear of 8 to 16, forward and both gradients: three products of as many operations."""
+def test_flops_are_counted_for_every_kernel() -> None:
+    """32 rows through a Linear of 8 to 16, forward and both gradients: three GEMMs with the same number of FLOPs."""
     x, weight, dy = torch.randn(32, 8), torch.randn(16, 8), torch.randn(32, 16)
     each = 2 * 32 * 8 * 16
 
@@ -191,16 +191,16 @@ def test_operations_are_counted_by_whichever_kernel() -> None:
         onednn_gemm(dy, weight, None, 1.0)
         gemm_by_convolution(dy, x, 1.0)
 
-    assert matrix_flops(eager) == matrix_flops(others) == 3 * each
+    assert matmul_flops(eager) == matmul_flops(others) == 3 * each
     if compiled_gemm.LIBRARY.wait():  # there is a compiler
-        assert matrix_flops(lambda: compiled_gemm.gemm(x, weight.t(), None, 1.0)) == each
+        assert matmul_flops(lambda: compiled_gemm.gemm(x, weight.t(), None, 1.0)) == each
         compiled_gemm.gemm(x, weight.t(), None, 1.0)  # not counted any more
-    assert matrix_flops(lambda: torch.nn.functional.conv2d(torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 1, 1))) == 0
+    assert matmul_flops(lambda: torch.nn.functional.conv2d(torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 1, 1))) == 0
 
 
-def test_recurrent_layers_have_no_products_to_time() -> None:
+def test_recurrent_layers_have_no_gemms_to_time() -> None:
     layer = torch.nn.LSTM(8, 8)
-    assert Products(lambda: layer(torch.randn(3, 2, 8))[0].sum().backward()).count == 0
+    assert Gemms(lambda: layer(torch.randn(3, 2, 8))[0].sum().backward()).count == 0
 
 
 def test_the_peak_is_what_is_held_at_once() -> None:
@@ -215,46 +215,46 @@ def test_the_peak_is_what_is_held_at_once() -> None:
     assert 2 * x.nbytes <= peak_bytes(step) <= 2 * x.nbytes + 4096
 
 
-def test_steps_behind_a_compiler_are_told_from_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pause of one turn between two compilers counts as neither's end."""
+def test_steps_during_a_compilation_are_distinguished_from_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of one period between two compilations does not end the measurement."""
     held, steps = [False], []
-    compiling = iter([False] * 5 + [True] + [False] * 18 + [True])  # in the first turn and in the third
+    compiling = iter([False] * 5 + [True] + [False] * 18 + [True])  # in the first period and in the third
 
     @contextlib.contextmanager
-    def holding() -> Iterator[None]:
+    def stopped() -> Iterator[None]:
         held[0] = True
         yield
         held[0] = False
 
     step = Stepper.step
     monkeypatch.setattr(Stepper, "step", lambda self, batch: (steps.append(held[0]), step(self, batch))[1])
-    monkeypatch.setattr(behind, "held", holding)
-    monkeypatch.setattr(behind, "is_compiling", lambda: next(compiling, False))
-    found = behind.measure(MLP, lambda _: None)
+    monkeypatch.setattr(background_compilation, "compilers_stopped", stopped)
+    monkeypatch.setattr(background_compilation, "is_compiling", lambda: next(compiling, False))
+    found = background_compilation.measure(MLP, lambda _: None)
     assert [len(turn) for turn in found["during_s"]] == [12] * 3
     assert [len(turn) for turn in found["alone_s"]] == [4] * 3
     assert steps == [False, *([False] * 12 + [True] * 4) * 5]
 
 
-def test_compilers_stand_still_while_steps_are_timed_alone() -> None:
+def test_compilers_are_stopped_while_steps_are_timed_alone() -> None:
     child = native_background.start(["sleep", "100"], subprocess.DEVNULL)
     process = psutil.Process(child.pid)
     try:
-        with behind.held():
-            assert _comes(lambda: process.status() == psutil.STATUS_STOPPED)
+        with background_compilation.compilers_stopped():
+            assert _becomes_true(lambda: process.status() == psutil.STATUS_STOPPED)
             assert native_background.throttle_lock.locked()
-        assert _comes(lambda: process.status() != psutil.STATUS_STOPPED)
+        assert _becomes_true(lambda: process.status() != psutil.STATUS_STOPPED)
     finally:
         native_background.end(child)
 
 
-def _comes(what: Callable[[], bool]) -> bool:
-    return any(what() or time.sleep(0.01) for _ in range(500))
+def _becomes_true(condition: Callable[[], bool]) -> bool:
+    return any(condition() or time.sleep(0.01) for _ in range(500))
 
 
 def test_compilers_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(behind, "is_compiling", lambda: True)
-    found = behind.measure(MLP, lambda _: None, most_s=0.1)
+    monkeypatch.setattr(background_compilation, "is_compiling", lambda: True)
+    found = background_compilation.measure(MLP, lambda _: None, most_s=0.1)
     assert len(found["during_s"]) == len(found["alone_s"]) >= 1
 
 
@@ -317,41 +317,41 @@ def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_steps_while_kernels_compile_have_two_goals() -> None:
-    good = Behind("MiniLM", QUIET, ((1.2, 1.4), (1.4, 1.7)), ((1.0, 1.0), (1.0, 1.0)), 3.0)
-    assert shown(tables.behind_rows(good)).count("met") == 2
+    good = BackgroundCompilation("MiniLM", QUIET, ((1.2, 1.4), (1.4, 1.7)), ((1.0, 1.0), (1.0, 1.0)), 3.0)
+    assert shown(tables.background_rows(good)).count("met") == 2
     bad = dataclasses.replace(good, during_s=((1.6, 1.6), (1.6, 1.9)))
-    assert shown(tables.behind_rows(bad)).count("missed") == 2
+    assert shown(tables.background_rows(bad)).count("missed") == 2
     slower = dataclasses.replace(bad, alone_s=((1.0, 1.0), (1.5, 1.5)))
-    assert slower.slowdown[1] == pytest.approx((1.6 + 1.75 / 1.5) / 2), "turn by turn, as the machine's speed changes"
+    assert slower.slowdown[1] == pytest.approx((1.6 + 1.75 / 1.5) / 2), "per period, as the machine's speed changes"
 
 
 def test_results_come_back_from_their_files(tmp_path: Path) -> None:
-    behind_one = Behind("MiniLM", QUIET, ((1.2,),), ((1.0, 1.0),), 3.0)
-    for result in (made_up(), behind_one):
+    background = BackgroundCompilation("MiniLM", QUIET, ((1.2,),), ((1.0, 1.0),), 3.0)
+    for result in (made_up(), background):
         results.write(result, tmp_path)
-    assert results.read(tmp_path, ["minilm", "gpt2", "behind"]) == [made_up(), behind_one]
+    assert results.read(tmp_path, ["minilm", "gpt2", "background"]) == [made_up(), background]
 
 
-def test_what_the_time_goes_to_stands_side_by_side() -> None:
-    ours = (Spent("Linear", 6.0, 2), Spent("Gelu", 1.0, 1), Spent(REST, 3.0, 0))
-    eager = (*(Spent(f"aten::op{i}", 2.0, i) for i in range(10)), Spent(REST, 0.0, 0))
+def test_op_times_of_both_variants_are_side_by_side() -> None:
+    ours = (OpTime("Linear", 6.0, 2), OpTime("Gelu", 1.0, 1), OpTime(REST, 3.0, 0))
+    eager = (*(OpTime(f"aten::op{i}", 2.0, i) for i in range(10)), OpTime(REST, 0.0, 0))
     measured = made_up()
-    spent = {ONNXTRAIN: ours, EAGER: eager, ONEDNN: ()}
-    known = tuple(dataclasses.replace(t, spent=spent[t.variant]) for t in measured.variants)
-    found = tables.spent_rows(dataclasses.replace(measured, variants=known))
+    op_times = {ONNXTRAIN: ours, EAGER: eager, ONEDNN: ()}
+    known = tuple(dataclasses.replace(t, op_times=op_times[t.variant]) for t in measured.variants)
+    found = tables.op_time_rows(dataclasses.replace(measured, variants=known))
     assert found is not None
     assert found.rows[0] == ("Linear × 2", "6.0 ms", "60%", "aten::op0 × 0", "2.0 ms", "10%")
     assert [row[3:] for row in found.rows[-2:]] == [("other ops", "4.0 ms", "20%"), (REST, "0.0 µs", "0%")]
-    assert tables.spent_rows(measured) is None
+    assert tables.op_time_rows(measured) is None
 
 
-def test_ops_of_a_graph_are_told_from_pytorchs_operators() -> None:
+def test_ops_of_a_graph_are_distinguished_from_pytorchs_operators() -> None:
     eager = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
     x = torch.randn(4, 8)
-    kinds = {each.op for each in spent(lambda: ORTModule(eager)(x).sum().backward())}
+    kinds = {each.op for each in op_times(lambda: ORTModule(eager)(x).sum().backward())}
     assert {"Linear", REST} <= kinds
     assert not any(kind.startswith("aten::") for kind in kinds)
-    assert "aten::addmm" in {each.op for each in spent(lambda: eager(x).sum().backward())}
+    assert "aten::addmm" in {each.op for each in op_times(lambda: eager(x).sum().backward())}
 
 
 def test_the_chart_is_xml_with_a_bar_for_each_variant() -> None:
@@ -398,7 +398,7 @@ def test_the_measured_commit() -> None:
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|", measured_commit())
 
 
-def test_what_less_work_saves_is_compared_with_eager_and_with_the_pass_off() -> None:
+def test_less_work_is_compared_with_eager_and_with_the_pass_off() -> None:
     scene = less_work.SCENES["padding"]
     measured = (Rounds(EAGER, (2.0,)), Rounds(less_work.OFF, (1.0,)), Rounds(less_work.ON, (0.5,)))
     first = {EAGER: 2.5, less_work.OFF: 8.0, less_work.ON: 7.1}
@@ -409,7 +409,7 @@ def test_what_less_work_saves_is_compared_with_eager_and_with_the_pass_off() -> 
     assert "0.25" in text
 
 
-def test_a_warm_start_is_compared_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_warm_start_is_measured_interleaved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
 
     def run(module: str, arguments: list[str], environment: dict[str, str], tell: object) -> dict[str, float]:
@@ -420,14 +420,14 @@ def test_a_warm_start_is_compared_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(processes, "run", run)
     times = warm_start.measure(MINILM.name, 2, tmp_path, lambda text: None)
     turn = [f"benchmarks.first_step {EAGER}", f"benchmarks.first_step {ONNXTRAIN}"]
-    assert asked == [f"benchmarks.steady {ONNXTRAIN}", *turn, *turn]
+    assert asked == [f"benchmarks.steady_state {ONNXTRAIN}", *turn, *turn]
     assert "+0.50 s" in drawn(warm_start.table(MINILM.title, times))
     warm_start.measure(MINILM.name, 1, tmp_path, lambda text: None)
     assert asked[5:] == turn, "the caches were filled"
 
 
 @pytest.mark.parametrize("option", process_options.OPTIONS)
-def test_options_of_the_process_are_compared_in_turns(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_options_are_measured_interleaved(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     def run(module: str, arguments: list[str], environment: dict[str, str], tell: object) -> dict[str, float]:
@@ -448,7 +448,7 @@ def test_first_steps_that_have_a_goal_are_repeated(monkeypatch: pytest.MonkeyPat
     asked: list[str] = []
 
     def run(module: str, arguments: list[str], environment: dict[str, str], tell: object) -> dict[str, float]:
-        if module == "benchmarks.steady":
+        if module == "benchmarks.steady_state":
             raise InterruptedError
         asked.append(arguments[-1])
         return {}
@@ -463,7 +463,7 @@ def test_first_steps_that_have_a_goal_are_repeated(monkeypatch: pytest.MonkeyPat
 
 def test_the_command_line_chooses() -> None:
     plan = program.parse(["--only", "gpt2", "cpu", "--no-compile", "--quick"])
-    assert plan.names == (*CPU_WORKLOADS, "behind")
+    assert plan.names == (*CPU_WORKLOADS, "background")
     assert COMPILE not in plan.variants
     assert (plan.rounds, plan.warm, plan.pages) == (3, False, None)
     assert program.parse(["--only", "--write"]).names == ()
@@ -476,7 +476,7 @@ def test_the_command_line_chooses() -> None:
 
 
 @pytest.mark.slow
-def test_the_smallest_workload_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_run_with_the_smallest_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, docs = tmp_path / "out", tmp_path / "docs"
     docs.mkdir()
     arguments = ["--only", MLP.name, "--variants", EAGER, ONNXTRAIN, "--quick", "--rounds", "2", "--loaded"]
@@ -487,9 +487,9 @@ def test_the_smallest_workload_goes_the_whole_way(tmp_path: Path, capsys: pytest
         assert len(one["rounds_s"]) == 2
         assert len(one["first_s"]) == 1
         assert one["peak_bytes"] > 0
-        assert one["spent"][-1]["op"] == REST
+        assert one["op_times"][-1]["op"] == REST
     assert values["items"] == 32
-    assert values["products"] == 11
+    assert values["gemms"] == 11
     assert MLP.title in capsys.readouterr().out
     assert MLP.title in (out / "table.txt").read_text(encoding="utf-8")
     ElementTree.fromstring((out / "speeds.svg").read_text(encoding="utf-8"))

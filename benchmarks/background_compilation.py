@@ -1,8 +1,8 @@
-"""Training while kernels are compiled behind it: how much do the steps suffer?
+"""Measure how much compiling kernels in the background slows down training steps.
 
-A fresh process with empty caches trains with onnxtrain. The first step, which captures the model, is left out. Of each
-16 steps four have the machine for themselves, as this benchmark stops compilers meanwhile: both are timed within the
-same moments of the machine, on the same program. It ends when no compiler has run for two such turns.
+A fresh process with empty caches trains with onnxtrain. The first step, which captures the model, is skipped. Of each
+16 steps, four run alone, with the compilers stopped by this benchmark, so that both kinds of steps are timed in the
+same state of the machine and on the same program. The measurement ends when no compiler has run for two such periods.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 from benchmarks import processes
 from benchmarks.other_programs import OtherPrograms
 from benchmarks.processes import Tell
-from benchmarks.steady import is_compiling
+from benchmarks.steady_state import is_compiling
 from benchmarks.variants import ONNXTRAIN, Stepper, make_batches, make_model
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 from onnxtrain.native import background
 
-WORKLOAD = WORKLOADS["llama"]  # kernels of ours, and regions fused by Inductor, which take far longer
-_BESIDE, _ALONE = 12, 4  # steps of a turn
-_QUIET = 2  # turns without a compiler: between two there may be a pause
+WORKLOAD = WORKLOADS["llama"]  # native kernels, and regions fused by Inductor, which take far longer to compile
+_BESIDE, _ALONE = 12, 4  # steps of a period
+_QUIET = 2  # periods without a compiler: there may be a pause between two compilations
 _MOST_S = 600.0
 
 
 def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[str, Any]:
-    """All but the circumstances of a `Behind`."""
+    """The fields of a `BackgroundCompilation` without its circumstances."""
     batch, *_ = make_batches(workload)
     stepper = Stepper(workload, ONNXTRAIN, make_model(workload))
     tell("first step")
@@ -48,20 +48,20 @@ def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[
             if is_compiling():
                 last, quiet = time.monotonic(), 0
             tell(f"step {sum(map(len, during + alone))}, {'no compiler runs' if quiet else 'a compiler runs'}")
-        with held():
+        with compilers_stopped():
             alone.append([stepper.step(batch) for _ in range(_ALONE)])
-    turns = max(1, len(during) - quiet)
+    periods = max(1, len(during) - quiet)
     return {
-        "during_s": during[:turns],
-        "alone_s": alone[:turns],
+        "during_s": during[:periods],
+        "alone_s": alone[:periods],
         "compiling_s": last - started,
         "others_cores": others.cores(),
     }
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-    """The compilers that run stand still inside, and no piece of Python runs. All goes on afterwards."""
+def compilers_stopped() -> Iterator[None]:
+    """Stop the running compilers and background Python work inside the block; resume them afterwards."""
     with background.throttle_lock:
         groups = background.process_groups()
         _signal(groups, signal.SIGSTOP)
@@ -78,6 +78,6 @@ def _signal(groups: list[int], number: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("ONNXTRAIN_KERNELS", "fused")  # off by default; what takes longest to compile
+    os.environ.setdefault("ONNXTRAIN_KERNELS", "fused")  # off by default; it takes longest to compile
     processes.end_on_termination()
     processes.send(result=measure(WORKLOAD, lambda text: processes.send(doing=text)))

@@ -1,6 +1,6 @@
-"""The most floating-point operations a second that the processor makes: multiply-adds on registers, and nothing else.
+"""Measure the processor's peak FLOP/s, by multiply-adds on registers and nothing else.
 
-No matrix product can be faster: it makes the same multiply-adds, and reads memory besides.
+No GEMM can be faster: it does the same multiply-adds, and also reads memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from onnxtrain.native import Library, read_sources
 
 _SOURCE = r"""
-// Twelve sums: enough for two units of a latency of four or five.
+// Twelve sums: enough for two FMA units with a latency of four or five cycles.
 extern "C" void multiply_adds(int64_t threads, int64_t rounds, int64_t *operations, float *kept) {
     parallel_team(threads, [&](int64_t thread, int64_t team) {
         Vec<float> sums[12], factor = Vec<float>{} + 0.999f, addend = Vec<float>{} + 0.001f;
@@ -22,7 +22,7 @@ extern "C" void multiply_adds(int64_t threads, int64_t rounds, int64_t *operatio
             #pragma GCC unroll 12
             for (int i = 0; i < 12; i++) sums[i] = sums[i] * factor + addend;
         }
-        for (int i = 0; i < 12; i++) kept[thread] += sums[i][0];  // else nothing need be computed
+        for (int i = 0; i < 12; i++) kept[thread] += sums[i][0];  // else the compiler removes the loop
         if (thread == 0) *operations = team * rounds * 12 * LANES<float> * 2;
     });
 }
@@ -32,7 +32,7 @@ _ROUNDS, _TRIALS = 2_000_000, 3
 
 
 def peak_flops() -> float | None:
-    """Operations a second in float32, with the threads that PyTorch has; None where nothing can be compiled."""
+    """The peak FLOP/s in float32, with PyTorch's number of threads; None without a compiler."""
     if not _LIBRARY.wait():
         return None
     threads, operations = torch.get_num_threads(), torch.zeros((), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The peak memory of a step: what it holds at once on top of what was there before it."""
+"""Measure the peak memory of a step, above the memory held before it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def peak_bytes(step: Callable[[], object], device: str = "cpu") -> int:
-    """The highest sum of what PyTorch's allocator gave out and took back during `step`.
+    """The peak of the bytes that PyTorch's allocator allocated and had not freed during `step`.
 
-    On a GPU the allocator counts; on a CPU the profiler's events do. Memory that a library takes by itself (oneDNN's
-    scratch space, say) is not seen.
+    On a GPU the allocator counts them, on a CPU they come from profiler events. Memory that a library allocates itself,
+    such as oneDNN's scratchpad, is not included.
     """
     if device == "cuda":
         before = torch.cuda.memory_allocated()
