@@ -120,19 +120,19 @@ def _lower(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[torch.Tensor
         stages.done("plan", joint.model, plan.sentences(choice), plan.subgraphs, builder.not_recorded(unit))
         return unit
 
-    captured, sizes = builder.captured, bind_symbols(plan.joint.model.graph.inputs, inputs)
+    captured, symbol_values = builder.captured, bind_symbols(plan.joint.model.graph.inputs, inputs)
     if not plan.by_size:
-        unit = unit_for(plan.choose(sizes))
-        return Compiled(captured, unit, stages.report(), runner(captured, unit), sizes, layout=builder.layout)
+        unit = unit_for(plan.choose(symbol_values))
+        return Compiled(captured, unit, stages.report(), runner(captured, unit), symbol_values, layout=builder.layout)
     units = SizedUnits(
         plan.joint.model.graph.inputs[: len(inputs)], plan.choose, unit_for
     )  # cotangents come after them
     unit, run = units.unit(inputs), runner_by_sizes(captured, units)
-    return Compiled(captured, unit, stages.report(), run, sizes, units, builder.layout)
+    return Compiled(captured, unit, stages.report(), run, symbol_values, units, builder.layout)
 
 
 def _lower_inference(builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
     captured, model, unit = builder.captured, builder.differentiation.forward, builder.inference_unit()
     stages.done("plan", model, refused=builder.not_recorded(unit))
-    sizes = bind_symbols(model.graph.inputs, inputs)
-    return Compiled(captured, unit, stages.report(), runner(captured, unit), sizes, layout=builder.layout)
+    symbol_values = bind_symbols(model.graph.inputs, inputs)
+    return Compiled(captured, unit, stages.report(), runner(captured, unit), symbol_values, layout=builder.layout)

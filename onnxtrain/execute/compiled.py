@@ -1,4 +1,4 @@
-"""A compiled module: its programs, what they were compiled from, and how a call runs them."""
+"""A compiled module: its programs, the capture that they were compiled from, and the function that runs a call."""
 
 from __future__ import annotations
 
@@ -25,97 +25,103 @@ from onnxtrain.report import CompileReport, PassReport, Refusal
 
 @dataclass(frozen=True)
 class Compiled:
-    """A unit ready to run, with what it was made from.
+    """A unit ready to run, with its capture and report.
 
     Attributes:
         captured: the capture; its `sources` say which tensors the unit takes.
         unit: the programs and the autograd boundary.
         report: what each stage did.
-        run: takes the tensors of the capture's inputs and gives the module's output.
-        known: the number of each size in the call that it was compiled for.
-        units: where the unit depends on sizes, all of them; `unit` is the first.
-        layout: what lies channels-last, where anything does.
-        is_shared: whether the programs were made for another module, whose graph is the same.
+        run: takes the tensors of the capture's inputs and returns the module's output.
+        symbol_values: the integer of each symbolic dimension in the call that it was compiled for.
+        units: all units, if there are several, each up to some sizes; `unit` is the first.
+        layout: which values are channels_last.
+        is_shared: whether the programs were made for another module with the same graph.
     """
 
     captured: Captured
     unit: Unit
     report: CompileReport
     run: Callable[..., Any]
-    known: Mapping[str, int] = field(default_factory=dict)
+    symbol_values: Mapping[str, int] = field(default_factory=dict)
     units: SizedUnits | None = None
     layout: ChannelsLast | None = None
     is_shared: bool = False
 
     @property
     def parts(self) -> Cut | None:
-        """The plan of a unit with gradients: of the results that had a gradient in the newest backward; None without.
+        """The plan of a unit, for the cotangents of the latest backward; None if the unit has no gradients.
 
-        Before the first backward it is for a gradient of each result that can have one.
+        Before the first backward, every differentiable result counts as having a cotangent.
         """
         source = self.unit.backward_source
         return source.parts if isinstance(source, BackwardPrograms) else None
 
-    def timeline(self, known: Mapping[str, int] | None = None) -> tuple[Timeline, Storages]:
-        """The memory of a step as it is planned, at the sizes that the unit was compiled for or at others.
+    def timeline(self, symbol_values: Mapping[str, int] | None = None) -> tuple[Timeline, Storages]:
+        """The planned memory of a step.
+
+        Args:
+            symbol_values: the integer of each symbolic dimension; by default as in the call compiled for.
 
         Raises:
-            ValueError: there is no plan: the unit gives no gradients.
+            ValueError: there is no plan: the unit has no gradients.
         """
         parts = self.parts
         if parts is None:
-            raise ValueError("a graph without gradients has no plan")
+            raise ValueError("expected a unit with gradients, got one compiled for inference: it has no memory plan")
         nodes = (*parts.forward.nodes, *parts.backward.nodes)
-        storages = Storages(nodes, self.known if known is None else known, self.unit.device_type, self.layout)
-        boundary = self.unit.differentiably
+        symbol_values = self.symbol_values if symbol_values is None else symbol_values
+        storages = Storages(nodes, symbol_values, self.unit.device_type, self.layout)
+        boundary = self.unit.autograd_apply
         return timeline(parts, storages, boundary.groups if isinstance(boundary, StagedBoundary) else ()), storages
 
     def regions(self) -> tuple[PassReport, ...]:
-        """What the option regions compiles of each program, at the sizes of the first call, and what stays out."""
+        """For each program, the fused regions at the sizes of the first call, and the nodes that are in none."""
         parts = {"inference": self.unit.forward.part}
         if self.parts is not None:
             parts = {"forward": self.parts.forward, "backward": self.parts.backward}
         titles = {name: f"fused regions ({name})" for name in parts}
         if self.layout is not None:
-            why = "its pictures lie channels-last, which no region's kernel reads"
-            return tuple(PassReport(t, 0.0, refused=(Refusal("regions", name, why),)) for name, t in titles.items())
+            reason = "its image tensors are channels_last, and a region's kernel takes contiguous tensors only"
+            return tuple(PassReport(t, 0.0, refused=(Refusal("regions", name, reason),)) for name, t in titles.items())
         nodes = [node for part in parts.values() for node in part.nodes]
-        storages = Storages(nodes, self.known, self.unit.device_type)  # of both: backward reads sizes of forward's
-        return tuple(regions.described(titles[name], part, storages) for name, part in parts.items())
+        storages = Storages(
+            nodes, self.symbol_values, self.unit.device_type
+        )  # both parts: backward reads forward's sizes
+        return tuple(regions.describe_regions(titles[name], part, storages) for name, part in parts.items())
 
     def results(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """The results of a call, which `output` gives the form of the module's output."""
+        """The results of a call, as `output` takes them."""
         unit = self.unit if self.units is None else self.units.unit(tensors)
         return unit(tensors)
 
     def output(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """The module's output of these results of a call on `tensors`."""
+        """The module's output, from the results of a call on `tensors`."""
         return self.captured.output.unflatten(results, _sizes(self.captured, tensors))
 
-    def is_twin(self, captured: Captured) -> bool:
-        """Whether a capture of another module is the same graph."""
-        mine = self.captured
+    def has_same_graph(self, captured: Captured) -> bool:
+        """Whether the capture of another module has this unit's graph."""
+        own = self.captured
         return (
             self.units is None
-            and [(v.dtype, v.shape) for v in mine.model.graph.inputs]
+            and [(v.dtype, v.shape) for v in own.model.graph.inputs]
             == [(v.dtype, v.shape) for v in captured.model.graph.inputs]
-            and mine.sources == captured.sources
-            and (mine.result_count, mine.mutations, mine.sizes)
+            and own.sources == captured.sources
+            and (own.result_count, own.mutations, own.sizes)
             == (captured.result_count, captured.mutations, captured.sizes)
-            and mine.written_views == captured.written_views
-            and mine.output == captured.output
-            and (mine.stored_name == captured.stored_name != "" or mine.guards.same_graph(captured.guards))
+            and own.written_views == captured.written_views
+            and own.output == captured.output
+            and (own.stored_name == captured.stored_name != "" or own.guards.same_graph(captured.guards))
         )
 
-    def of(self, captured: Captured, rerun: Rerun) -> Compiled:
-        """This unit, for the module of a capture that is its twin."""
+    def for_module(self, captured: Captured, rerun: Rerun) -> Compiled:
+        """This unit for another module, whose capture has the same graph; see `UnitBuilder` for `rerun`."""
         unit = copy.copy(self.unit)  # the programs are shared
         unit.rerun = rerun
         return replace(self, captured=captured, unit=unit, run=runner(captured, unit), is_shared=True)
 
 
 def runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
-    """Runs a unit on the tensors of the capture's inputs, and gives the module's output."""
+    """A function that runs a unit on the tensors of the capture's inputs and returns the module's output."""
     unflatten, apply = captured.output.unflatten, unit.apply
     if captured.sizes:
         return lambda *tensors: unflatten(unit(tensors), _sizes(captured, tensors))
@@ -125,12 +131,12 @@ def runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
 
 
 def runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any]:
-    """The same, with the unit for the sizes of each call."""
+    """As `runner`, with the unit for the sizes of each call."""
     unflatten = captured.output.unflatten
     return lambda *tensors: unflatten(units.unit(tensors)(tensors), _sizes(captured, tensors))
 
 
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The sizes that forward returns as ints."""
-    known = bind_symbols(captured.model.graph.inputs, tensors)
-    return tuple(sizes.evaluate(size, known) for size in captured.sizes)
+    symbol_values = bind_symbols(captured.model.graph.inputs, tensors)
+    return tuple(sizes.evaluate(size, symbol_values) for size in captured.sizes)

@@ -1,6 +1,6 @@
 """Recordings on a GPU: CUDA graphs.
 
-    caller's stream ──waits for the last turn──> copies in ─> replay ─> copies out ──event──> the next turn waits
+    caller's stream ──waits for the last section──> copies in ─> replay ─> copies out ──event──> the next section waits
 
 Written from PyTorch's documentation; it has not run on a GPU yet.
 """
@@ -15,28 +15,28 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from onnxtrain.capture.capture import Captured
-from onnxtrain.execute.recorded_program import NotRecordedError, Play, Recorder, Recordings, Results
+from onnxtrain.execute.recorded_program import NotRecordedError, Recorder, Recordings, Replay, Results
 from onnxtrain.log import warn_once
 from onnxtrain.options import Options
 
-_WARM_UPS = 3  # on the side stream: libraries make their workspaces for a stream when it first runs them
-_CAPTURE = threading.Lock()  # PyTorch allows one at a time in a process
+_WARM_UPS = 3  # on the side stream: libraries allocate their workspaces when they first run on a stream
+_CAPTURE = threading.Lock()  # PyTorch allows one capture at a time in a process
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """The recorder for a unit on a device; None where nothing is recorded there."""
+    """The recorder for a unit on a device; None if nothing is recorded there."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def may_record(options: Options, device: torch.device) -> bool:
-    """Whether programs on a device are recorded, where nothing in them stands in the way."""
+    """Whether programs on a device are recorded, unless their nodes prevent it."""
     return options.cuda_graphs and options.memory_budget_bytes is None and recorder_for(device) is not None
 
 
 def recordings_for(
     captured: Captured, inputs: Sequence[torch.Tensor], options: Options, device: torch.device
 ) -> Recordings | None:
-    """What programs are recorded with under the option cuda_graphs; None where it is off, or on a CPU."""
+    """The recordings of a unit under the option cuda_graphs; None if it is off, or on a CPU."""
     recorder = recorder_for(device) if options.cuda_graphs else None
     if recorder is None:
         if options.cuda_graphs:
@@ -44,18 +44,18 @@ def recordings_for(
         return None
     values = captured.model.graph.inputs
     fixed = frozenset(v.name or "" for v, s in zip(values, captured.sources, strict=True) if s.kind != "input")
-    elsewhere = [v.name for v, tensor in zip(values, inputs, strict=True) if tensor.device != device]
-    why_not = f"the input {elsewhere[0]} is not on {device}" if elsewhere else ""
+    misplaced = [(v.name, t.device) for v, t in zip(values, inputs, strict=True) if t.device != device]
+    why_not = f"expected all inputs on {device}, got {misplaced[0][0]} on {misplaced[0][1]}" if misplaced else ""
     if options.memory_budget_bytes is not None:
-        why_not = "recordings hold memory for themselves, which memory_budget_bytes does not count"
+        why_not = "recordings hold memory of their own, which memory_budget_bytes does not count"
     return Recordings(recorder, device, fixed, why_not)
 
 
 class CudaRecorder:
     """Records the programs of one unit into CUDA graphs of one memory pool.
 
-    The graphs of a pool may lie in each other's memory, but for what is kept of their results. So their replays take
-    turns: a turn begins when the one before has ended, on whatever stream, and has copied its results out.
+    Graphs of a pool may reuse each other's memory, except that of results still in use. So their replays are exclusive:
+    one begins when the one before has ended, on any stream, and its results are copied out.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,14 +64,14 @@ class CudaRecorder:
         self._ended = torch.cuda.Event()
         self._side = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._empty_graph: torch.cuda.CUDAGraph | None = None
 
     def is_busy(self) -> bool:
-        with torch.cuda.device(self._device):  # the caller's may be another
+        with torch.cuda.device(self._device):  # the caller's current device may differ
             return torch.cuda.is_current_stream_capturing()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         with self._lock, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             stream.wait_event(self._ended)
@@ -80,15 +80,15 @@ class CudaRecorder:
             finally:
                 self._ended.record(stream)
 
-    def record(self, function: Callable[[], Results]) -> tuple[Results, Play]:
+    def record(self, function: Callable[[], Results]) -> tuple[Results, Replay]:
         stream, side = torch.cuda.current_stream(), self._side
         side.wait_stream(stream)
         try:
-            with _CAPTURE, torch.cuda.stream(side):  # which a capture that fails does not leave by itself
-                if self._keeper is None:  # a pool can be used again only as long as it has a graph
-                    self._keeper = torch.cuda.CUDAGraph()
-                    with warnings.catch_warnings(action="ignore"), self._capture(self._keeper):
-                        pass  # nothing is recorded, of which PyTorch warns
+            with _CAPTURE, torch.cuda.stream(side):  # a failed capture would stay on the side stream
+                if self._empty_graph is None:  # a pool can be reused only while it has a graph
+                    self._empty_graph = torch.cuda.CUDAGraph()
+                    with warnings.catch_warnings(action="ignore"), self._capture(self._empty_graph):
+                        pass  # PyTorch warns of an empty recording
                 self._warm_up(function)
                 graph = torch.cuda.CUDAGraph()
                 with self._capture(graph):
@@ -98,23 +98,23 @@ class CudaRecorder:
             stream.wait_stream(side)
 
     def _warm_up(self, function: Callable[[], Results]) -> None:
-        """Runs the function until a recording of it is what any later run would do. What it draws is drawn again.
+        """Run the function until libraries have allocated their workspaces. The states of the generators are restored.
 
         Raises:
-            NotRecordedError: it draws from the CPU's generator: the recording would repeat these numbers. Those of the
-                GPU's are drawn by the recording, from where the generator is when it is played.
+            NotRecordedError: it samples from the CPU's generator: each replay would repeat these samples. A replay
+                samples from the GPU's generator at its state then.
         """
         with torch.random.fork_rng([self._device]):
             before = torch.get_rng_state()
             for _ in range(_WARM_UPS):
                 function()
             if not torch.equal(before, torch.get_rng_state()):
-                raise NotRecordedError("it draws random numbers on the host")
+                raise NotRecordedError("it samples on the host")
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        # "thread_local": what other threads do meanwhile, as those of a data loader, is allowed.
+        # "thread_local" allows other threads, such as those of a data loader, to use CUDA meanwhile.
         return torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
 
-    def settle(self) -> None:
-        if not self.is_busy():  # the garbage collector may come while something else is recorded, which forbids to wait
+    def synchronize(self) -> None:
+        if not self.is_busy():  # the garbage collector may call this during a capture, which must not wait
             self._ended.synchronize()

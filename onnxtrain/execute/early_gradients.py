@@ -1,16 +1,16 @@
 """Release gradients while backward runs (the option `early_gradients`).
 
-    forward     stage n ◀─token─ ... ◀─token─ stage 1 ◀─token─ first ──> results        nodes of autograd
+    forward     stage n ◀─token─ ... ◀─token─ stage 1 ◀─token─ first ──> results        autograd nodes
     backward    first: runs its stage, returns the gradients of the last layers
                 stage 1: runs the next, ...
 
-Backward is split where gradients are ready (`plan.backward_stages`); each stage is a node of autograd with the edges to
-its own parameters. The engine accumulates what a node returned before it runs the next one: gradients are added to
-.grad and freed, and hooks fire, layer by layer as in eager. `autograd.grad`, `backward(inputs=)` and
-DistributedDataParallel see true edges; a stage that nobody asks for does not run.
+Backward is split where gradients are ready (`plan.backward_stages`); each stage is an autograd node with edges to its
+own parameters. The engine accumulates the gradients of a node before it runs the next one: they are added to .grad and
+freed, and hooks fire, layer by layer as in eager. `autograd.grad`, `backward(inputs=)` and DistributedDataParallel see
+true edges; a stage whose gradients nobody needs does not run.
 
-A hook may change a parameter whose gradient it is given: nothing reads it any more. One that changes a tensor which a
-later stage reads is refused as in eager.
+A hook may change the parameter whose gradient it receives: no later stage reads it. Changing a tensor that a later
+stage reads is an error, as in eager.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.errors import KernelError
-from onnxtrain.execute.boundary import Results, Unit, differentiable_backward, keep_and_run, prepare_backward
-from onnxtrain.execute.program import Program, drained
+from onnxtrain.execute.boundary import Results, Unit, differentiable_backward, prepare_backward, run_and_save
+from onnxtrain.execute.program import Program, drain
 from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat import autograd, dispatch
@@ -33,30 +33,30 @@ class StagedProgram:
     """A backward program in stages.
 
     Args:
-        part: the whole of it.
+        part: all of backward.
         stages: one part for each of `groups` (`split_backward`).
-        groups: the inputs whose gradients each stage gives.
-        make: makes the program of a part.
+        groups: the inputs whose gradients each stage returns.
+        make_program: makes the program of a part, from the part and a title.
     """
 
     def __init__(
-        self, part: Part, stages: Sequence[Part], groups: Groups, make: Callable[[Part, str], Program]
+        self, part: Part, stages: Sequence[Part], groups: Groups, make_program: Callable[[Part, str], Program]
     ) -> None:
         self.part, self.groups = part, groups
-        self.programs = [make(stage, f"backward {number}") for number, stage in enumerate(stages, 1)]
+        self.programs = [make_program(stage, f"backward {number}") for number, stage in enumerate(stages, 1)]
         self.last_reads: list[set[ir.Value]] = []
-        seen: set[ir.Value] = set()
+        read_later: set[ir.Value] = set()
         for stage in reversed(stages):
-            self.last_reads.append(set(stage.inputs) - seen)
-            seen.update(stage.inputs)
+            self.last_reads.append(set(stage.inputs) - read_later)
+            read_later.update(stage.inputs)
         self.last_reads.reverse()
 
     def begin(self, arguments: Iterable[torch.Tensor], sizes: Sequence[int]) -> StagedRun:
-        """Starts a run; no stage has run yet."""
+        """Start a run; no stage has run yet."""
         return StagedRun(self, arguments, sizes)
 
     def run(self, arguments: Iterable[torch.Tensor], sizes: Sequence[int]) -> Results:
-        """Runs all stages."""
+        """Run all stages."""
         run = self.begin(arguments, sizes)
         gradients: list[torch.Tensor | None] = [None] * len(self.part.outputs)
         for group in self.groups:
@@ -77,7 +77,9 @@ class StagedRun:
         self._versions = {value: tensor._version for value, tensor in self._tensors.items()}
 
     def advance(self) -> list[torch.Tensor | None]:
-        """Runs the next stage; returns the gradients of its group. Nothing here holds them, or what is read no more.
+        """Run the next stage; returns the gradients of its group.
+
+        The run holds neither these gradients nor tensors that no later stage reads.
 
         Raises:
             KernelError: a tensor that this stage reads was changed since backward began.
@@ -90,69 +92,72 @@ class StagedRun:
                 raise KernelError(
                     "a tensor that backward reads was changed in place while backward ran",
                     where=value.name,
+                    expected=f"version {self._versions[value]}",
+                    got=f"version {tensors[value]._version}",
                     todo="change it in a hook of its own gradient, or after backward",
                 )
-        taken = [tensors.pop(value) if value in last_reads else tensors[value] for value in part.inputs]
-        found, sizes = program.run(drained(taken), [self._sizes[value] for value in part.sizes_in])
-        for carried, tensor in zip(part.outputs[part.num_user_outputs :], found[part.num_user_outputs :], strict=True):
-            assert carried is not None  # it is read later
-            tensors[carried] = tensor
+        arguments = [tensors.pop(value) if value in last_reads else tensors[value] for value in part.inputs]
+        outputs, sizes = program.run(drain(arguments), [self._sizes[value] for value in part.sizes_in])
+        gradients, kept = outputs[: part.num_user_outputs], outputs[part.num_user_outputs :]
+        for output, tensor in zip(part.outputs[part.num_user_outputs :], kept, strict=True):
+            assert output is not None  # a later stage reads it
+            tensors[output] = tensor
         self._sizes.update(zip(part.sizes_out, sizes, strict=True))
-        return list(found[: part.num_user_outputs])
+        return list(gradients)
 
 
 class StagedBoundary:
     """Runs units of one capture so that autograd runs their backward in stages.
 
     Args:
-        groups: the inputs whose gradients each stage gives, in the order of backward; two or more.
-        inputs: how many inputs the units have.
+        groups: the inputs whose gradients each stage returns, in the order of backward; two or more.
+        num_inputs: how many inputs the units have.
 
     Attributes:
-        needed: what `Unit.backward` takes: a flag for the unit itself, then one per input.
+        needs_grad: the argument of `Unit.backward`: a flag for the unit, then one per input.
     """
 
-    def __init__(self, groups: Groups, inputs: int) -> None:
+    def __init__(self, groups: Groups, num_inputs: int) -> None:
         members = {index for group in groups for index in group}
         self.groups = groups
-        self.needed = (False, *(index in members for index in range(inputs)))
+        self.needs_grad = (False, *(index in members for index in range(num_inputs)))
 
     def __call__(self, unit: Unit, *tensors: torch.Tensor) -> Sequence[Any]:
         call = _Call(self, unit, tensors)
-        later: Callable[..., torch.Tensor] = _Later.apply
-        first: Callable[..., Sequence[Any]] = _First.apply
+        apply_later: Callable[..., torch.Tensor] = _LaterStage.apply
+        apply_first: Callable[..., Sequence[Any]] = _FirstStage.apply
         token = None
         for stage in range(len(self.groups) - 1, 0, -1):
-            token = later(call, stage, token, *[tensors[index] for index in self.groups[stage]])
-        return first(call, token, *[tensors[index] for index in self.groups[0]])
+            token = apply_later(call, stage, token, *[tensors[index] for index in self.groups[stage]])
+        return apply_first(call, token, *[tensors[index] for index in self.groups[0]])
 
 
 class _Call:
-    """One forward, and the backwards that are on their way through it."""
+    """One forward, and the backwards that are running through it."""
 
     def __init__(self, boundary: StagedBoundary, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
         self.boundary, self.unit, self.tensors = boundary, unit, tensors
-        self._runs: dict[int, StagedRun | list[torch.Tensor | None]] = {}  # by the engine's number of the backward
+        self._runs: dict[int, StagedRun | list[torch.Tensor | None]] = {}  # by the engine's id of the backward
 
     def begin(self, ctx: Any, cotangents: list[torch.Tensor | None]) -> None:
-        """Starts a backward; what is left of it goes when the engine is done with it, wherever it stopped."""
+        """Start a backward. Its tensors are freed when the engine is done with it, wherever it stopped."""
         run: StagedRun | list[torch.Tensor | None]
         if torch.is_grad_enabled():
-            run = differentiable_backward(ctx, cotangents, self.boundary.needed[1:])
+            run = differentiable_backward(ctx, cotangents, self.boundary.needs_grad[1:])
         else:
-            program, arguments, sizes = prepare_backward(ctx, cotangents, self.boundary.needed)
+            program, arguments, sizes = prepare_backward(ctx, cotangents, self.boundary.needs_grad)
             assert isinstance(program, StagedProgram)
             run = program.begin(arguments, sizes)
-        number, runs = autograd.current_backward(), self._runs
-        runs[number] = run
+        backward_id, runs = autograd.current_backward(), self._runs
+        runs[backward_id] = run
 
         def drop() -> None:
-            runs.pop(number, None)
+            runs.pop(backward_id, None)
 
         autograd.queue_callback(drop)
 
     def advance(self, stage: int) -> Sequence[torch.Tensor | None]:
-        """The gradients of a stage, which runs now."""
+        """Run a stage; returns the gradients of its group."""
         run = self._runs[autograd.current_backward()]
         if not isinstance(run, StagedRun):
             return [run[index] for index in self.boundary.groups[stage]]
@@ -162,10 +167,12 @@ class _Call:
         return run.advance()
 
 
-class _Later(torch.autograd.Function):
-    """A stage but the first. The token has no elements: it is an edge. It lies where the parameters do, so that the
-    engine runs all stages on that device's thread and stream.
-    """  # noqa: D205  one thought
+class _LaterStage(torch.autograd.Function):
+    """A stage of backward after the first.
+
+    The token is an autograd edge and has no elements. It is on the device of the parameters: the engine then runs all
+    stages on that device's thread and stream.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, stage: int, token: torch.Tensor | None, *tensors: torch.Tensor) -> torch.Tensor:
@@ -178,17 +185,17 @@ class _Later(torch.autograd.Function):
         return (None, None, token, *ctx.call.advance(ctx.stage))
 
 
-class _First(torch.autograd.Function):
+class _FirstStage(torch.autograd.Function):
     """Forward, and the first stage of backward."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, token: torch.Tensor, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        ctx.early, ctx.token = call, (token.dtype, token.device)
-        return keep_and_run(ctx, call.unit, call.tensors)
+        ctx.early_call, ctx.token = call, (token.dtype, token.device)
+        return run_and_save(ctx, call.unit, call.tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        call: _Call = ctx.early
+        call: _Call = ctx.early_call
         call.begin(ctx, list(cotangents))
         dtype, device = ctx.token
         return (None, torch.empty(0, dtype=dtype, device=device), *call.advance(0))

@@ -1,9 +1,9 @@
-"""One node of autograd for each group of results that share nothing (`plan.independent_results`).
+"""One autograd node for each group of results whose backwards share nothing (`plan.independent_results`).
 
     tensors ──forward program──> a, b      a ──node──> its gradients      b ──node──> its gradients
 
-Forward runs once. Each node keeps what its own backward reads: after the backward of one result, that of another is
-still possible, as in eager.
+Forward runs once. Each node saves the tensors that its own backward reads: after the backward of one result, that of
+another is still possible, as in eager.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from onnxtrain.torch_compat import dispatch
 
 
 class IndependentBoundary:
-    """Runs units of one capture so that each group of results has a node of its own.
+    """Runs units of one capture with an autograd node for each group of results.
 
     Args:
         groups: the results of each node.
         reached: for each result, the inputs that its gradient reaches.
-        wrt: for each input, whether its gradient is wanted.
+        wrt: for each input, whether it needs a gradient.
     """
 
     def __init__(self, groups: Groups, reached: Groups, wrt: Flags) -> None:
         self.groups, self._reached = groups, tuple(map(frozenset, reached))
-        self.needed = (False, *wrt)
+        self.needs_grad = (False, *wrt)
 
     def __call__(self, unit: Unit, *tensors: torch.Tensor) -> Sequence[Any]:
         run = _Run(self, unit, tensors)
-        results: list[Any] = list(run.found[: unit.results])
+        results: list[Any] = list(run.outputs[: unit.num_results])
         apply: Callable[..., Sequence[Any]] = _Group.apply
         for number, group in enumerate(self.groups):
             reached = self.reached(group)
-            given = (t if i in reached else t.detach() for i, t in enumerate(tensors))
-            for index, result in zip(group, apply(run, number, *given), strict=True):
+            arguments = (t if i in reached else t.detach() for i, t in enumerate(tensors))
+            for index, result in zip(group, apply(run, number, *arguments), strict=True):
                 results[index] = result
-        run.found = ()
+        run.outputs = ()
         return results
 
     def reached(self, results: Iterable[int]) -> frozenset[int]:
@@ -49,18 +49,18 @@ class IndependentBoundary:
 
 
 class _Run:
-    """One run of forward, until each node has taken its part."""
+    """One run of forward, until each node has saved its tensors."""
 
     def __init__(self, boundary: IndependentBoundary, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
         self.boundary, self.unit, self.tensors = boundary, unit, tensors
-        self.random_state = random_state(tensors) if unit.random else None
-        self.versions = [] if unit.inference else [tensors[i]._version for i in unit.unsaved]
+        self.random_state = random_state(tensors) if unit.is_random else None
+        self.versions = [] if unit.is_inference else [tensors[i]._version for i in unit.unsaved_inputs]
         with torch.no_grad():
-            self.found, self.sizes = unit.run(tensors)
+            self.outputs, self.sizes = unit.run(tensors)
 
-    def given(self, number: int) -> Flags:
-        """Which results have a cotangent in the backward of a group."""
-        return tuple(i in self.boundary.groups[number] for i in range(self.unit.results))
+    def has_cotangent(self, number: int) -> Flags:
+        """For each result, whether it has a cotangent in the backward of a group."""
+        return tuple(i in self.boundary.groups[number] for i in range(self.unit.num_results))
 
 
 class _Group(torch.autograd.Function):
@@ -70,39 +70,39 @@ class _Group(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, number: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
         unit = run.unit
         ctx.set_materialize_grads(False)
-        backward = ctx.program = unit.backward(run.given(number), run.boundary.needed)
-        kept = run.found[unit.first_kept :]
+        backward = ctx.backward_program = unit.backward(run.has_cotangent(number), run.boundary.needs_grad)
+        kept = run.outputs[unit.first_kept :]
         ctx.save_for_backward(*(kept[i] for i in backward.kept))
         ctx.random_state = run.random_state
         ctx.call = unit, run.tensors, run.versions, run.sizes
-        ctx.results = [(r.shape, r.dtype, r.device) for r in run.found[: unit.results]]
+        ctx.results = [(r.shape, r.dtype, r.device) for r in run.outputs[: unit.num_results]]
         ctx.group = run.boundary.groups[number]
         ctx.boundary = run.boundary
-        return tuple(run.found[i].detach() if i in unit.lone_views else run.found[i] for i in ctx.group)
+        return tuple(run.outputs[i].detach() if i in unit.lone_views else run.outputs[i] for i in ctx.group)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        unit, _, _, known = ctx.call
+        unit, _, _, forward_sizes = ctx.call
         if all(c is None for c in cotangents):
             return (None,) * len(ctx.needs_input_grad)
-        every: list[Any] = [None] * unit.results
+        by_result: list[Any] = [None] * unit.num_results
         for index, cotangent in zip(ctx.group, cotangents, strict=True):
-            every[index] = cotangent
+            by_result[index] = cotangent
         if torch.is_grad_enabled():
-            return (None, None, *differentiable_backward(ctx, every, ctx.needs_input_grad[2:]))
-        program = ctx.program
-        reached = ctx.boundary.reached(i for i, cotangent in enumerate(every) if cotangent is not None)
-        for index in program.cotangents:
-            if every[index] is None:
+            return (None, None, *differentiable_backward(ctx, by_result, ctx.needs_input_grad[2:]))
+        backward = ctx.backward_program
+        reached = ctx.boundary.reached(i for i, cotangent in enumerate(by_result) if cotangent is not None)
+        for index in backward.cotangents:
+            if by_result[index] is None:
                 shape, dtype, device = ctx.results[index]
-                every[index] = torch.zeros(shape, dtype=dtype, device=device)
-        arguments = iter((*ctx.saved_tensors, *(every[i] for i in program.cotangents)))
+                by_result[index] = torch.zeros(shape, dtype=dtype, device=device)
+        arguments = iter((*ctx.saved_tensors, *(by_result[i] for i in backward.cotangents)))
         ctx.maybe_clear_saved_tensors()
-        sizes = [known[i] for i in program.sizes]
+        sizes = [forward_sizes[i] for i in backward.sizes]
         if dispatch.is_any_autocast_enabled():  # the graph holds the casts already
             with torch.autocast(unit.device_type, enabled=False):
-                gradients, _ = program.program.run(arguments, sizes)
+                gradients, _ = backward.program.run(arguments, sizes)
         else:
-            gradients, _ = program.program.run(arguments, sizes)
-        # A result without a cotangent counts as one of zeros: what only it reaches has no gradient, as in eager.
+            gradients, _ = backward.program.run(arguments, sizes)
+        # A result without a cotangent gets zeros here: inputs that only it reaches have no gradient, as in eager.
         return (None, None, *(gradient if i in reached else None for i, gradient in enumerate(gradients)))

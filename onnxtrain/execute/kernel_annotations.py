@@ -1,4 +1,4 @@
-"""Notes on nodes that their kernels read: how random numbers are drawn, and whether compiled C++ may run."""
+"""Annotate nodes for their kernels: which random generator they use, and whether compiled C++ may run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from onnxtrain.options import Options
 
 
 def annotate_kernels(graph: ir.Graph, options: Options, device: torch.device) -> None:
-    """Notes on nodes how they draw, and whether they may run compiled C++: their kernels ask.
+    """Write to the metadata of nodes which random generator they use and whether compiled C++ kernels may run.
 
-    A GPU's own dropout draws eager's numbers, and nothing is cheaper there. Compiled kernels take the place of others
-    when they are ready, in the middle of a run: not where two runs are to give the same bits.
+    On a GPU, PyTorch's dropout samples as eager does, and nothing is faster. Compiled kernels replace others as soon as
+    they are built, in the middle of training: they are off if two runs must give the same bits.
     """
     fast = options.rng == "fast" and device.type == "cpu"
     native = device.type == "cpu" and may_compile_in_background(options)
@@ -30,5 +30,5 @@ def annotate_kernels(graph: ir.Graph, options: Options, device: torch.device) ->
 
 
 def may_compile_in_background(options: Options) -> bool:
-    """Whether compiled C++ may take the place of operators when it is ready, in the middle of a run."""
+    """Whether compiled C++ may replace operators as soon as it is built, in the middle of training."""
     return options.kernels != "pytorch" and options.rng == "fast" and not torch.are_deterministic_algorithms_enabled()

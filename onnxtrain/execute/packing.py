@@ -1,18 +1,18 @@
-"""Decides for each batch whether it runs without padding, and which tokens are kept.
+"""Decide for each batch whether it runs without padding, and which tokens are kept.
 
-The graph of a plan's questions is run on the batch: it gives the masks of attention, and what is read of the rows
-behind the packed nodes. The kept tokens are the rows that are read, and the columns that attention shows to these: what
-a loss, a pool or a choice reads says it where there is no attention. Packed is right where
+The graph of a plan's questions (`passes.pack_tokens`) runs on the batch. It computes the attention masks and the rows
+that are read after the packed nodes (by a loss, a pooling or an index). The kept tokens are these rows, and the columns
+that attention shows to them. The packed program is equivalent if
 
-* each mask hides just the tokens that are not kept, from all rows that are: nothing else than a causal triangle,
-* no row that is read sees nothing at all, unless that gives 0,
-* where a table of biases is added to scores, padding stands on the right only: then places in it are as they were.
+* each mask hides exactly the tokens that are not kept from all rows that are kept, apart from a causal triangle,
+* no row that is read is fully masked, unless its attention output is 0,
+* padding is on the right only where a table of biases is added to scores: the kept tokens' positions stay the same.
 
-All of this runs on the host. On a GPU the integers and booleans that it reads come over in one copy, and the step waits
-for nothing else: the host knows the number of rows before it launches anything of the step, or plays a recording of it.
+The check runs on the host. On a GPU its integers and booleans are copied over at once, and the step waits for nothing
+else: the host knows the number of rows before it launches any kernel of the step or replays a recording.
 
-Where programs are recorded for each number of rows, that number is rounded up, so that few recordings serve all
-batches. The rows that fill up are tokens of the batch that nobody reads: their gradients are 0.
+If programs are recorded (`cuda_graphs`), the number of rows is rounded up, to need few recordings. Dead rows of the
+batch fill them up; their gradients are 0.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from onnxtrain.passes.pack_tokens import Reader
 
 Tensor = torch.Tensor
 
-DENSE = 0.9  # a batch with more of its tokens real runs as it is: to pack and to attend by sequence is not free
+DENSE = 0.9  # a batch with a larger share of real tokens runs unpacked: packing and varlen attention have a cost
 FEWEST_TOKENS = 512  # below, a step takes as long with padding as without
-LEAST_STEP = 64  # between numbers of rows, which are multiples of it: tiles of a GPU's matrix products are that long
-STEPS = 8  # from a number of rows to its double: half a step, 5 % of the rows, is what rounding costs on average
+LEAST_STEP = 64  # row counts are multiples of it: the tiles of a GPU's GEMMs have as many rows
+STEPS = 8  # row counts from one power of two to the next: rounding costs half a step on average, 5 % of the rows
 
 
-class Kept(NamedTuple):
+class KeptTokens(NamedTuple):
     """The tokens of a batch that are kept.
 
     Attributes:
-        rows: their numbers in [0, batch * steps), int64; then those of the tokens that fill up.
-        cu: where each sequence begins among them, and their number, int64 [batch + 1].
+        rows: their flat indices in [0, batch * steps), int64, followed by those of the fill rows.
+        cu: the cumulative lengths of the sequences, int64 [batch + 1].
         causal: whether a row sees only the columns up to its own.
-        cu_filled: where rows may fill up, `cu` as if these were the last of the last sequence that has any. There they
-            attend as padding does in eager, to tokens that are kept, and no number comes up that eager does not have.
+        cu_filled: `cu` with the fill rows at the end of the last nonempty sequence; None without fill rows. There they
+            attend to kept tokens, as padding does in eager: every value that they compute occurs in eager too.
     """
 
     rows: Tensor
@@ -53,36 +53,37 @@ class Kept(NamedTuple):
     cu_filled: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What a packed program takes beside the batch."""
+        """The inputs that a packed program takes in addition to the batch."""
         return (self.rows, self.cu) if self.cu_filled is None else (self.rows, self.cu, self.cu_filled)
 
-    def to(self, device: torch.device) -> Kept:
-        """The same on a device."""
-        # Not blocking: CUDA has read what it copies from such memory when the call returns.
+    def to(self, device: torch.device) -> KeptTokens:
+        """Copy the tensors to a device."""
+        # Non-blocking is safe: CUDA has read pageable memory when the call returns.
         rows, cu, *filled = (t.to(device, non_blocking=True) for t in self.tensors())
-        return Kept(rows, cu, self.causal, *filled)
+        return KeptTokens(rows, cu, self.causal, *filled)
 
 
 def rounded_up(count: int) -> int:
-    """The next of the numbers of rows that programs are recorded for.
+    """Round a number of rows up to the next one that programs are recorded for.
 
-    They lie a sixteenth to an eighth apart. Of 500 batches of 16 sequences, whose lengths are random from 1 to 256,
-    99 % have one of eight numbers then, as many as a program keeps recordings for; before they have 386.
+    These are 1/16 to 1/8 apart. 500 batches of 16 sequences with random lengths from 1 to 256 have 386 numbers of rows;
+    rounded up, 99 % of the batches have one of eight, as many as a program keeps recordings for.
     """
     step = max(LEAST_STEP, (1 << max(0, count.bit_length() - 1)) // STEPS)
     return -(-count // step) * step
 
 
 @dataclass(frozen=True)
-class Question:
-    """Asks of a batch which tokens are kept.
+class PackingCheck:
+    """Finds the kept tokens of a batch.
 
     Attributes:
-        program: gives the masks, then the values of the readers; it runs on the CPU.
-        reads: the numbers of the tensors of a batch that it reads.
-        masks, readers: what these are.
-        always: whether a batch runs packed also where that saves little.
-        fills: whether the number of rows is rounded up, by tokens that are not kept.
+        program: computes the masks, then the values of the readers; it runs on the CPU.
+        reads: the indices of the batch's tensors that it reads.
+        masks: the attention masks, in the order of the program's results.
+        readers: the nodes that read packed rows, in the order of the program's results.
+        always: whether to pack a batch even if that saves little.
+        fills: whether the number of rows is rounded up with fill rows.
     """
 
     program: Program
@@ -92,111 +93,118 @@ class Question:
     always: bool = False
     fills: bool = False
 
-    def ask(self, tensors: Sequence[Tensor], batch: int, steps: int) -> Kept | None:
-        """The kept tokens; None where the batch is to run as it is."""
+    def kept_tokens(self, tensors: Sequence[Tensor], batch: int, steps: int) -> KeptTokens | None:
+        """The kept tokens; None if the batch has to run unpacked.
+
+        Args:
+            tensors: the batch.
+            batch: the number of sequences.
+            steps: their padded length.
+        """
         if not batch * steps or (batch * steps < FEWEST_TOKENS and not self.always):
             return None
-        here = list(tensors)
+        on_host = list(tensors)
         for index, copy in zip(self.reads, copied_to_host([tensors[i] for i in self.reads]), strict=True):
-            here[index] = copy
-        values = iter(self.program.run(here, ())[0])
-        given = [next(values) if mask.value is not None else None for mask in self.masks]
-        visible = [_visible(*each, steps) for each in zip(self.masks, given, strict=True)]
-        seen = [v for v in visible if v is not None]
-        if len(seen) < len(visible):
+            on_host[index] = copy
+        values = iter(self.program.run(on_host, ())[0])
+        mask_values = [next(values) if mask.value is not None else None for mask in self.masks]
+        all_visible = [_visible(*each, steps) for each in zip(self.masks, mask_values, strict=True)]
+        visible = [v for v in all_visible if v is not None]
+        if len(visible) < len(all_visible):
             return None
-        keeps = self._kept(seen, self._read(values, batch, steps))
+        keeps = self._keeps(visible, self._read_rows(values, batch, steps))
         count = int(keeps.sum())
         if not count:  # a mean over nothing is NaN, and so are its gradients
             return None
-        wanted = min(rounded_up(count), keeps.numel()) if self.fills else count
-        if not self.always and wanted > DENSE * keeps.numel():
+        num_rows = min(rounded_up(count), keeps.numel()) if self.fills else count
+        if not self.always and num_rows > DENSE * keeps.numel():
             return None
-        causal = self._is_causal(given, seen, keeps)
+        causal = self._is_causal(mask_values, visible, keeps)
         if causal is None:
             return None
         cu = torch.zeros(batch + 1, dtype=torch.int64)
         torch.cumsum(keeps.sum(1), 0, out=cu[1:])
-        rows = _numbers(keeps)
+        rows = _flat_indices(keeps)
         if not self.fills:
-            return Kept(rows, cu, causal).to(tensors[0].device)
-        filled = torch.cat([rows, _numbers(~keeps)[: wanted - count]])
-        return Kept(filled, cu, causal, torch.where(cu == count, wanted, cu)).to(tensors[0].device)
+            return KeptTokens(rows, cu, causal).to(tensors[0].device)
+        filled = torch.cat([rows, _flat_indices(~keeps)[: num_rows - count]])
+        return KeptTokens(filled, cu, causal, torch.where(cu == count, num_rows, cu)).to(tensors[0].device)
 
-    def _read(self, values: Iterator[Tensor], batch: int, steps: int) -> Tensor:
-        """The rows that are read behind the packed nodes, bool [batch, steps]."""
-        found = torch.zeros(batch, steps, dtype=torch.bool)
+    def _read_rows(self, values: Iterator[Tensor], batch: int, steps: int) -> Tensor:
+        """The rows that are read after the packed nodes, bool [batch, steps]."""
+        read = torch.zeros(batch, steps, dtype=torch.bool)
         for reader in self.readers:
             if reader.kind == "result":
-                continue  # `_kept` has its rows
+                continue  # `_keeps` adds its rows
             if reader.kind == "loss":
-                found |= (next(values) != reader.ignore_index).view(batch, steps)
+                read |= (next(values) != reader.ignore_index).view(batch, steps)
             elif reader.kind == "slice":
-                found[:, slice(*reader.steps)] = True
+                read[:, slice(*reader.steps)] = True
             elif reader.kind == "rows":
-                found.view(-1)[next(values)] = True
+                read.view(-1)[next(values)] = True
             elif reader.kind == "positions":
-                found[next(values), next(values)] = True
+                read[next(values), next(values)] = True
             else:
-                read = (next(values) != 0) ^ reader.negated
-                read = read.reshape(*[1] * (reader.rank - read.dim()), *read.shape)
-                read = read.permute(permutation_to_front(reader.rank, reader.axes))
-                found |= read.flatten(2).any(2) if reader.rank > 2 else read
-        return found
+                selected = (next(values) != 0) ^ reader.negated
+                selected = selected.reshape(*[1] * (reader.rank - selected.dim()), *selected.shape)
+                selected = selected.permute(permutation_to_front(reader.rank, reader.axes))
+                read |= selected.flatten(2).any(2) if reader.rank > 2 else selected
+        return read
 
-    def _kept(self, seen: Sequence[Tensor], read: Tensor) -> Tensor:
+    def _keeps(self, all_visible: Sequence[Tensor], read: Tensor) -> Tensor:
         """The rows that are read, and the columns that masks show to them or to the few queries of a sequence.
 
-        Of results, the user may read each row that is not padding: the columns that masks show to any row are kept.
+        The user may read any row of a result that is not padding: then the columns that masks show to any row are kept.
         """
         keeps = read
         any_row = any(reader.kind == "result" for reader in self.readers)
-        for mask, visible in zip(self.masks, seen, strict=True):
+        for mask, visible in zip(self.masks, all_visible, strict=True):
             rows = read[:, None, :, None] if visible.size(2) > 1 else read.any(1)[:, None, None, None]
             shown = visible & rows if mask.packed and not any_row else visible
             keeps = keeps | shown.any(2).any(1)
         return keeps
 
-    def _is_causal(self, values: Sequence[Tensor | None], seen: Sequence[Tensor], keeps: Tensor) -> bool | None:
-        """Whether rows see earlier columns only; None where the masks are of another kind, or of several."""
-        kinds: set[bool] = set()
-        for mask, value, visible in zip(self.masks, values, seen, strict=True):
-            found = _kinds(mask, value, visible, keeps)
-            if not found:
+    def _is_causal(self, values: Sequence[Tensor | None], all_visible: Sequence[Tensor], keeps: Tensor) -> bool | None:
+        """Whether all masks are causal (True) or all show every kept column (False); None if neither."""
+        common: set[bool] = set()
+        for mask, value, visible in zip(self.masks, values, all_visible, strict=True):
+            kinds = _kinds(mask, value, visible, keeps)
+            if not kinds:
                 return None
             if mask.packed:
-                kinds = kinds & found if kinds else found
-                if not kinds:
+                common = common & kinds if common else kinds
+                if not common:
                     return None
-        return kinds == {True}  # a batch of one token each is of both kinds
+        return common == {True}  # a batch of sequences of one token fits both
 
 
-def _numbers(chosen: Tensor) -> Tensor:
-    """The numbers of the tokens that are chosen, of [batch, steps]."""
-    return chosen.flatten().nonzero().flatten()
+def _flat_indices(selected: Tensor) -> Tensor:
+    """The flat indices of the True elements of [batch, steps]."""
+    return selected.flatten().nonzero().flatten()
 
 
 def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors on the CPU with the same elements, by one transfer for all; those that are there are given as they are.
+    """Copy tensors to the CPU in one transfer; those on the CPU are returned themselves.
 
-    Of floating ones only the sizes are the same: no question reads their elements.
+    Floating tensors are not copied: the check reads only their shapes, so they become expanded zeros.
     """
-    far = [t for t in tensors if t.device.type != "cpu" and not t.is_floating_point()]
-    far.sort(key=lambda t: -t.itemsize)  # so that each begins at a multiple of its size
+    on_device = [t for t in tensors if t.device.type != "cpu" and not t.is_floating_point()]
+    on_device.sort(key=lambda t: -t.itemsize)  # each then starts at a multiple of its element size
     copies: dict[int, Tensor] = {}
-    if far:
-        joined = torch.cat([t.reshape(-1).view(torch.uint8) for t in far]).cpu()
-        for t, part in zip(far, joined.split([t.numel() * t.itemsize for t in far]), strict=True):
+    if on_device:
+        flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in on_device]).cpu()
+        for t, part in zip(on_device, flat.split([t.numel() * t.itemsize for t in on_device]), strict=True):
             copies[id(t)] = part.view(t.dtype).view(t.shape)
-    return [copies[id(t)] if id(t) in copies else _sized_as(t) if t.device.type != "cpu" else t for t in tensors]
+    return [copies[id(t)] if id(t) in copies else _zeros_like(t) if t.device.type != "cpu" else t for t in tensors]
 
 
-def _sized_as(tensor: Tensor) -> Tensor:
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros of the shape and dtype of a tensor, on the CPU and in the memory of one element."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _visible(mask: Mask, value: Tensor | None, steps: int) -> Tensor | None:
-    """True where a row sees a column, [b, h, l, s]; None where scores are changed otherwise."""
+    """True where a row sees a column, [b, h, l, s]; None if the mask also changes visible scores."""
     if value is None:
         visible = torch.ones(1, 1, 1, steps, dtype=torch.bool)
     else:
@@ -214,24 +222,24 @@ def _triangle(steps: int) -> Tensor:
 
 
 def _kinds(mask: Mask, value: Tensor | None, visible: Tensor, keeps: Tensor) -> set[bool]:
-    """Which of False (all kept columns) and True (those up to its own) a mask shows to each row that is read."""
+    """The kinds that a mask fits: False if each kept row sees every kept column, True if those up to its own."""
     if mask.indexes_table and (keeps[:, 1:] > keeps[:, :-1]).any():
         return set()
     columns = keeps[:, None, None, :]
     rows = keeps[:, None, :, None] if mask.packed else torch.ones((), dtype=torch.bool)
-    if not mask.packed and not keeps.any(1).all() and not _nothing_gives_zero(mask, value):
+    if not mask.packed and not keeps.any(1).all() and not _fully_masked_is_zero(mask, value):
         return set()
-    found = set()
+    kinds = set()
     if not mask.causal and not ((visible != columns) & rows).any():
-        found.add(False)
+        kinds.add(False)
     if mask.packed and not ((visible != (columns & _triangle(keeps.size(1)))) & rows).any():
-        found.add(True)
-    return found
+        kinds.add(True)
+    return kinds
 
 
-def _nothing_gives_zero(mask: Mask, value: Tensor | None) -> bool:
-    """Whether a row that sees nothing gives 0, and not NaN or the mean of all columns."""
+def _fully_masked_is_zero(mask: Mask, value: Tensor | None) -> bool:
+    """Whether the attention output of a fully masked row is 0, and not NaN or the mean of all columns."""
     if value is None:
-        return True  # all columns are shown
+        return True  # no row is fully masked
     infinite = mask.fill == -torch.inf if value.dtype == torch.bool else bool((value.isneginf() | (value == 0)).all())
     return mask.safe and infinite

@@ -7,8 +7,8 @@
         ...
         return (loss, logits, kept_1, ...), (s0, s1)
 
-One line a node, in the graph's order, each tensor dropped after its last use. The source is registered with
-`linecache`: tracebacks, debuggers and profilers show it, with the module path and the user's line beside each line.
+There is one line per node, in the graph's order, and each tensor is freed after its last use. The source is registered
+with `linecache`: tracebacks, debuggers and profilers show it, with the module path and source location of each node.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from onnxtrain.torch_compat.operators import OpOverload, direct_call
 
 _SERIAL = itertools.count(1)
 KernelOf = Callable[[ir.Node, str], Kernel]
-Joined = Mapping[ir.Node, "JoinedCall"]
+FusedCalls = Mapping[ir.Node, "FusedCall"]  # by the first node of each
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
 Run = Callable[[Iterable[torch.Tensor], Sequence[int]], Results]
 
 
-class JoinedCall(Protocol):
-    """Computes several nodes of a part, which stand side by side there, in one call: tensors -> tensors."""
+class FusedCall(Protocol):
+    """Computes several adjacent nodes of a part in one call: tensors -> tensors."""
 
     @property
     def part(self) -> Part:
-        """The nodes, with what they read and what is read of them."""
+        """The nodes, with their inputs and the outputs that other nodes read."""
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]: ...
 
@@ -60,7 +60,7 @@ class Program:
     """The compiled form of one part.
 
     Attributes:
-        part: what it was made from.
+        part: the part of the plan that it runs.
         source: the generated Python.
         run: (tensors, sizes) -> (tensors, sizes), in the order of the part's inputs and outputs.
         filename: the name under which debuggers and profilers find the source.
@@ -75,24 +75,24 @@ class Program:
         kernels: KernelOf = expected_kernel,
         entry: Sequence[ir.Value] | None = None,
         layout: ChannelsLast | None = None,
-        joined: Joined | None = None,
+        fused_calls: FusedCalls | None = None,
     ) -> None:
-        """Writes and loads the source.
+        """Write and load the source.
 
         Args:
-            part: what to run.
-            name: a title for it.
-            device: where.
+            part: the nodes to run.
+            name: a title.
+            device: where the program runs.
             kernels: the kernel of a node, from the node and the type of the device.
-            entry: where given, `run` goes on only when the shapes of these inputs are those in `namespace`
-                ("shape_0", …), which are None at first, or with a third argument True; all other calls it hands to
-                "elsewhere" there, as a list of tensors and the sizes.
-            layout: what lies channels-last, where anything does.
-            joined: nodes that run as one call, by the first of them.
+            entry: inputs whose shapes `run` checks. If they differ from those in `namespace` ("shape_0", …; None at
+                first), and the third argument is not True, it calls "other_shapes" of `namespace` with a list of the
+                tensors, and the sizes.
+            layout: which values are channels_last.
+            fused_calls: nodes that run as one call.
         """
         self.part, self._name, self._device, self._kernels, self._layout = part, name, device, kernels, layout
-        self._joined = joined or {}
-        writer = _Writer(part, name, device, kernels, layout, ranges=False, entry=entry, joined=self._joined)
+        self._fused_calls = fused_calls or {}
+        writer = _Writer(part, name, device, kernels, layout, ranges=False, entry=entry, fused_calls=self._fused_calls)
         self.source = writer.source()
         self.filename = f"<onnxtrain {name} #{next(_SERIAL)}>"
         writer.namespace.update(profiling=dispatch.profiler_enabled, profiled=self._profiled)
@@ -101,14 +101,20 @@ class Program:
         self._ranged: Run | None = None
 
     def __deepcopy__(self, memo: object) -> Program:
-        """Itself: a module that runs a program can be copied, and its copies run the same code."""
+        """Return itself: a module that runs a program can be copied, and its copies run the same code."""
         return self
 
     def _profiled(self, tensors: Iterable[torch.Tensor], sizes: Sequence[int]) -> Results:
-        """Runs the same program with a profiler range per node, made when a profiler first runs."""
+        """Run the program with a profiler range per node; it is generated when a profiler first runs."""
         if self._ranged is None:
             writer = _Writer(
-                self.part, self._name, self._device, self._kernels, self._layout, ranges=True, joined=self._joined
+                self.part,
+                self._name,
+                self._device,
+                self._kernels,
+                self._layout,
+                ranges=True,
+                fused_calls=self._fused_calls,
             )
             self._ranged = self._load(writer.source(), f"{self.filename[:-1]} profiled>", writer.namespace)
         return self._ranged(tensors, sizes)
@@ -122,8 +128,8 @@ class Program:
         return run
 
 
-def drained(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors in order, none of which the list keeps alive."""
+def drain(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Empty a list: yield its tensors in order, none of which it keeps alive."""
     tensors.reverse()
     while tensors:
         yield tensors.pop()
@@ -147,10 +153,10 @@ class _Writer:
         layout: ChannelsLast | None,
         ranges: bool,
         entry: Sequence[ir.Value] | None = None,
-        joined: Joined | None = None,
+        fused_calls: FusedCalls | None = None,
     ) -> None:
         self._part = part
-        self._joined = joined or {}
+        self._fused_calls = fused_calls or {}
         self._title = name
         self._device = device
         self._kernels = {node: kernels(node, device.type) for node in part.nodes if not _is_host(node, part)}
@@ -160,7 +166,7 @@ class _Writer:
         self.namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self._names: dict[ir.Value, _Ref] = {}
         self._host: dict[ir.Value, Any] = {}
-        self._functions: dict[int, str] = {}
+        self._globals: dict[int, str] = {}
         self._taken: set[str] = {
             "arguments",
             "sizes",
@@ -168,8 +174,8 @@ class _Writer:
             "profiling",
             "profiled",
             "record",
-            "elsewhere",
-            "known",
+            "other_shapes",
+            "any_shapes",
             *(f"shape_{i}" for i in range(len(entry or ()))),
             "_",
             *self.namespace,
@@ -182,14 +188,14 @@ class _Writer:
 
     def source(self) -> str:
         part = self._part
-        known = "" if self._entry is None else ", known=False"
-        self._line(f"def program(arguments, sizes{known}):", indent=0)
+        any_shapes = "" if self._entry is None else ", any_shapes=False"
+        self._line(f"def program(arguments, sizes{any_shapes}):", indent=0)
         if not self._ranges:
             self._line("if profiling(): return profiled(arguments, sizes)")
         if part.inputs:
             self._line(f"{_tuple_source([self._name(v) for v in part.inputs])} = arguments")
         if self._entry is not None:
-            self._enter(self._entry)
+            self._check_shapes(self._entry)
         if part.sizes_in:
             names = [self._fresh(v.name or "size") for v in part.sizes_in]
             self._line(f"{_tuple_source(names)} = sizes")
@@ -198,11 +204,11 @@ class _Writer:
         unread = [self._name(v) for v in part.inputs if v not in self._last]
         if unread:
             self._line(f"del {', '.join(unread)}")
-        inside = {node for call in self._joined.values() for node in call.part.nodes}
+        fused_nodes = {node for call in self._fused_calls.values() for node in call.part.nodes}
         for position, node in enumerate(part.nodes):
-            if node in self._joined:
-                self._joined_nodes(self._joined[node], position)
-            elif node not in inside:
+            if node in self._fused_calls:
+                self._fused_call(self._fused_calls[node], position)
+            elif node not in fused_nodes:
                 self._node(node, position)
         tensors = [self._output(v, i < part.num_user_outputs) for i, v in enumerate(part.outputs)]
         sizes = [_host_scalar(self._host[v]) for v in part.sizes_out]
@@ -211,28 +217,28 @@ class _Writer:
             self.namespace["record"] = torch.profiler.record_function
         return "\n".join([f'"""{self._title}: generated by onnxtrain."""', "", *self._lines, ""])
 
-    def _enter(self, entry: Sequence[ir.Value]) -> None:
-        """Sends calls of other shapes elsewhere. Where all sizes are fixed, the empty tuple stands for them.
+    def _check_shapes(self, entry: Sequence[ir.Value]) -> None:
+        """Pass calls with other shapes to `other_shapes`. Without dynamic sizes, the one shape is the empty tuple.
 
-        The arguments go in a list that can be emptied: nothing here keeps them alive.
+        The arguments are passed in a list that can be emptied: nothing here keeps them alive.
         """
         shapes = [f"{self._name(v)}.shape" for v in entry] or ["()"]
         self.namespace.update((f"shape_{i}", None) for i in range(len(shapes)))
         others = " or ".join(f"{shape} != shape_{i}" for i, shape in enumerate(shapes))
         names = ", ".join(self._name(v) for v in self._part.inputs)
-        self._line(f"if not known and ({others}):")
+        self._line(f"if not any_shapes and ({others}):")
         self._line(f"arguments = [{names}]", indent=2)
         if names:
             self._line(f"del {names}", indent=2)
-        self._line("return elsewhere(arguments, sizes)", indent=2)
+        self._line("return other_shapes(arguments, sizes)", indent=2)
 
-    def _output(self, value: ir.Value | None, leaves: bool) -> str:
+    def _output(self, value: ir.Value | None, is_user_output: bool) -> str:
         if value is None:
             return "None"
-        if leaves and self._layout is not None and self._layout.may_be_channels_last(value):
+        if is_user_output and self._layout is not None and self._layout.may_be_channels_last(value):
             return f"{self._tensor(value)}.contiguous()"
-        # A constant that leaves the program, or a view of one, is the user's to change.
-        return f"{self._tensor(value)}.clone()" if _lies_in_constant(value) else self._tensor(value)
+        # The user may change an output in place, so a constant, or a view of one, is cloned.
+        return f"{self._tensor(value)}.clone()" if _shares_constant(value) else self._tensor(value)
 
     def _line(self, text: str, indent: int = 1, comment: str = "") -> None:
         text = "    " * indent + text
@@ -244,27 +250,27 @@ class _Writer:
             self._host_node(node, definition)
         else:
             self._tensor_node(node, definition)
-        dead = [v for v in dict.fromkeys(node.inputs) if v is not None and self._dies(v, position)]
+        dead = [v for v in dict.fromkeys(node.inputs) if v is not None and self._is_last_use(v, position)]
         names = [str(self._names.pop(v)) for v in dead if v in self._names]
         if any(v not in self._last for v in node.outputs) and not self._part.host.issuperset(node.outputs):
             names.append("_")
         if names:
             self._line(f"del {', '.join(names)}")
 
-    def _joined_nodes(self, call: JoinedCall, position: int) -> None:
+    def _fused_call(self, call: FusedCall, position: int) -> None:
         nodes, inputs = call.part.nodes, call.part.inputs
         targets = [self._name(v) for v in call.part.outputs if v is not None]
         arguments = ", ".join(self._name(v) for v in inputs)
-        text = f"{_tuple_source(targets)} = {self._function_like('region', call)}({arguments})"
+        text = f"{_tuple_source(targets)} = {self._global('region', call)}({arguments})"
         comment = " + ".join(node.op_type for node in nodes)
         if self._ranges:
             self._line(f"with record({comment!r}):")
         self._line(text, indent=2 if self._ranges else 1, comment=comment)
-        dead = [str(self._names.pop(v)) for v in inputs if self._dies(v, position + len(nodes) - 1)]
+        dead = [str(self._names.pop(v)) for v in inputs if self._is_last_use(v, position + len(nodes) - 1)]
         if dead:
             self._line(f"del {', '.join(dead)}")
 
-    def _dies(self, value: ir.Value, position: int) -> bool:
+    def _is_last_use(self, value: ir.Value, position: int) -> bool:
         return self._last.get(value, -1) <= position and value.const_value is None
 
     # Nodes
@@ -285,7 +291,7 @@ class _Writer:
                 self._host[value] = self._host_local(value, computed)
 
     def _host_local(self, value: ir.Value, computed: Any) -> Any:
-        """Gives a compound expression a name, so that it is computed once."""
+        """Assign a compound expression to a local, to compute it once."""
         if not isinstance(computed, HostInt) or computed.source.isidentifier():
             return computed
         name = self._fresh(value.name or "size")
@@ -314,7 +320,7 @@ class _Writer:
     def _arguments(self, node: ir.Node, definition: OpDef, kernel: Kernel) -> list[Any]:
         literal = kernel.accepts_scalars and not all(v is None or _is_scalar_constant(v) for v in node.inputs)
         if_known = kernel.host_inputs_if_known(definition.view(node))
-        found = [
+        arguments = [
             self._argument(
                 v, i in kernel.host_inputs or (i in if_known and v in self._host), kernel.accepts_scalars, literal
             )
@@ -323,8 +329,8 @@ class _Writer:
         declared = definition.inputs
         if declared and declared[-1].endswith("..."):
             fixed = len(declared) - 1
-            return [*found[:fixed], tuple(found[fixed:])]
-        return found + [None] * (len(declared) - len(found))
+            return [*arguments[:fixed], tuple(arguments[fixed:])]
+        return arguments + [None] * (len(declared) - len(arguments))
 
     def _argument(self, value: ir.Value | None, host: bool, scalars: bool, literal: bool) -> Any:
         if value is None:
@@ -332,7 +338,7 @@ class _Writer:
         if host:
             return self._host_argument(value)
         if literal and _is_scalar_constant(value):
-            return _number(value)
+            return _scalar(value)
         if scalars and value in self._host and not isinstance(self._host[value], tuple):
             return self._host[value]
         return _Ref(self._tensor(value))
@@ -354,10 +360,10 @@ class _Writer:
     # Values
 
     def _tensor(self, value: ir.Value) -> str:
-        """The name of a tensor: a local, a constant, or a size made into a tensor."""
+        """The source of a tensor: a local, a constant, or a size converted to a tensor."""
         if value in self._host:
-            make = self._function_like("sizes_on_device", sizes_on_device)
-            return f"{make}({self._literal(self._host[value])}, {self._literal(DEVICE)})"
+            convert = self._global("sizes_on_device", sizes_on_device)
+            return f"{convert}({self._literal(self._host[value])}, {self._literal(DEVICE)})"
         if value.const_value is not None:
             return self._constant(value)
         return self._name(value)
@@ -374,14 +380,15 @@ class _Writer:
             self._names[value] = _Ref(self._fresh(value.name or "value"))
         return self._names[value]
 
-    def _fresh(self, wish: str) -> str:
-        wish = re.sub(r"\W", "_", wish)
-        if not wish or wish[0].isdigit() or keyword.iskeyword(wish):
-            wish = f"v_{wish}"
-        name, suffix = wish, 1
+    def _fresh(self, base: str) -> str:
+        """A name that the source does not use yet, from `base`."""
+        base = re.sub(r"\W", "_", base)
+        if not base or base[0].isdigit() or keyword.iskeyword(base):
+            base = f"v_{base}"
+        name, suffix = base, 1
         while name in self._taken:
             suffix += 1
-            name = f"{wish}_{suffix}"
+            name = f"{base}_{suffix}"
         self._taken.add(name)
         return name
 
@@ -419,7 +426,7 @@ class _Writer:
             case list():
                 return f"[{', '.join(self._literal(a) for a in argument)}]"
             case enum.Enum() if argument is DEVICE:
-                return self._function_like("device", self._device)
+                return self._global("device", self._device)
             case None | bool() | int() | float() | str() | torch.dtype() | torch.memory_format() | torch.layout():
                 return repr(argument)
             case complex():
@@ -427,20 +434,21 @@ class _Writer:
             case slice():
                 parts = (argument.start, argument.stop, argument.step)
                 return f"slice({', '.join(map(self._literal, parts))})"
-        return self._function_like(type(argument).__name__, argument)
+        return self._global(type(argument).__name__, argument)
 
     def _function(self, function: Callable[..., Any]) -> str:
         name = getattr(function, "__name__", None) or type(function).__name__
         if isinstance(function, OpOverload):
             function = direct_call(function)
-        return self._function_like("kernel" if name == "<lambda>" else name, function)
+        return self._global("kernel" if name == "<lambda>" else name, function)
 
-    def _function_like(self, wish: str, thing: Any) -> str:
-        known = self._functions.get(id(thing))
-        if known is None:
-            known = self._functions[id(thing)] = self._fresh(wish)
-            self.namespace[known] = thing
-        return known
+    def _global(self, base: str, target: Any) -> str:
+        """The name of a Python object among the source's globals."""
+        name = self._globals.get(id(target))
+        if name is None:
+            name = self._globals[id(target)] = self._fresh(base)
+            self.namespace[name] = target
+        return name
 
 
 def _is_host(node: ir.Node, part: Part) -> bool:
@@ -452,7 +460,7 @@ _IN_PLACE = {"+": "add_", "-": "sub_", "*": "mul_", "/": "div_"}
 
 
 def _in_place(call: Call) -> Call | None:
-    """The call that writes the result over its first argument; None where there is none."""
+    """The call that overwrites its first argument with the result; None if there is none."""
     if not call.args or not isinstance(call.args[0], _Ref):
         return None
     if isinstance(call, InPlaceCapableCall):
@@ -477,18 +485,18 @@ def _host_scalar(value: Any) -> str:
 def _origin(node: ir.Node) -> str:
     props = node.metadata_props
     gradient = "grad of " if "gradient_of" in props else ""
-    line = re.sub(r"^.*[/\\]", "", props.get("line", ""))  # the file's name is enough here
+    line = re.sub(r"^.*[/\\]", "", props.get("line", ""))  # without the folder
     return f"{gradient}{props.get('module', '')}  {line}".strip()
 
 
-def _lies_in_constant(value: ir.Value) -> bool:
+def _shares_constant(value: ir.Value) -> bool:
     """Whether a value is a constant or may be a view of one."""
     node, source = value.producer(), value
     while node is not None:
-        found = view_source(node, source.index() or 0, definition_of(node))
-        if found is None:
+        viewed = view_source(node, source.index() or 0, definition_of(node))
+        if viewed is None:
             return False
-        node, source = found.producer(), found
+        node, source = viewed.producer(), viewed
     return source.const_value is not None
 
 
@@ -496,7 +504,7 @@ def _is_scalar_constant(value: ir.Value) -> bool:
     return value.const_value is not None and rank_of(value) == 0
 
 
-def _number(value: ir.Value) -> Any:
+def _scalar(value: ir.Value) -> Any:
     if "scalar" in value.meta:
         return value.meta["scalar"]
     assert value.const_value is not None
@@ -506,9 +514,9 @@ def _number(value: ir.Value) -> Any:
 def constant_tensor(value: ir.Value) -> torch.Tensor:
     """A constant of the graph as a torch tensor of its element type."""
     assert value.const_value is not None
-    kept = value.meta.get("tensor")
-    if isinstance(kept, torch.Tensor):
-        return kept
+    tensor = value.meta.get("tensor")
+    if isinstance(tensor, torch.Tensor):
+        return tensor
     array = value.const_value.numpy()
     dtype = TORCH_DTYPES[dtype_of(value)]
     if dtype == torch.bfloat16:

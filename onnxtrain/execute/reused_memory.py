@@ -1,10 +1,10 @@
-"""Memory of a program's tensors, kept from step to step: `process_wide="reuse_memory"`.
+"""Keep the memory of a program's tensors from step to step: `process_wide="reuse_memory"`.
 
-What a step frees, the C library gives back to the system, which clears it anew for the next step: of MiniLM's step of
-1.25 s that took 0.16 (40,000 pages of 4 KB; 2 threads of an AMD EPYC). While a program runs, its tensors come from
-memory that earlier ones have left (`native/allocator.cpp`). For that an allocator stands in front of PyTorch's, for the
-whole process, from the first program's first run until the last program is collected. So a process holds between steps,
-too, what a step needs at most, and up to a quarter more. It goes back when a program is collected.
+The C library returns the memory that a step frees to the system, which clears it again for the next step: 0.16 s of
+MiniLM's step of 1.25 s (40,000 pages of 4 KB; 2 threads of an AMD EPYC). While a program runs, its tensors reuse the
+memory of earlier ones (`native/allocator.cpp`). This needs a caching allocator in front of PyTorch's, for the whole
+process, from the first run of the first program until the last program is collected. Between steps, too, the process
+then holds a step's peak and up to a quarter more. The memory is returned when a program is collected.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ LIBRARY = Library(
     short=True,
     torch_headers=True,
 )
-_LEAST = 16 << 10  # bytes of a tensor, as there
-_UNKNOWN = 32  # for a size that is not known yet
+_LEAST = 16 << 10  # bytes of a tensor, as in allocator.cpp
+_DYNAMIC_SIZE = 32  # for a symbolic dimension
 
 
 def reuse_memory(program: Program) -> None:
-    """Lets a program reuse memory, as soon as what it takes is compiled; not where all its tensors are small."""
+    """Make a program reuse memory as soon as the allocator is compiled, unless all its tensors are small."""
     if not _has_large(program.part):
         return
     LIBRARY.request()
     ordinary = program.run
-    joined = threading.Event()
+    is_registered = threading.Event()
 
-    def run(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
+    def run(tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Results:
         native = LIBRARY.functions
         if native is None:
-            return ordinary(tensors, given)
-        if not joined.is_set():
+            return ordinary(tensors, sizes_in)
+        if not is_registered.is_set():
             native.add_program()
             weakref.finalize(program, native.remove_program).atexit = False
-            joined.set()
+            is_registered.set()
         native.begin_run()
         try:
-            return ordinary(tensors, given)
+            return ordinary(tensors, sizes_in)
         finally:
             native.end_run()
 
@@ -59,10 +59,10 @@ def reuse_memory(program: Program) -> None:
 
 
 def _has_large(part: Part) -> bool:
-    """Whether a tensor in it is large, or may be: sizes that are not known yet count as moderately large."""
+    """Whether a tensor is large, or may be: dynamic sizes count as moderately large."""
     read = (v for node in part.nodes for v in node.inputs if v is not None and v not in part.host)
-    return any(math.prod(map(_number, sizes.dims_of(v))) * dtype_of(v).itemsize >= _LEAST for v in read)
+    return any(math.prod(map(_expected_size, sizes.dims_of(v))) * dtype_of(v).itemsize >= _LEAST for v in read)
 
 
-def _number(size: sizes.Size) -> int:
-    return size if isinstance(size, int) else _UNKNOWN
+def _expected_size(size: sizes.Size) -> int:
+    return size if isinstance(size, int) else _DYNAMIC_SIZE

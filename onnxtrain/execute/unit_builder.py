@@ -1,4 +1,4 @@
-"""Lowers planned graphs: a unit is the forward program, what makes its backward programs, and the autograd boundary."""
+"""Lower planned graphs to units: the forward program, the source of backward programs and the autograd boundary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.independent_backwards import IndependentBoundary
 from onnxtrain.execute.kernel_annotations import may_compile_in_background
 from onnxtrain.execute.kernel_choice.tuned_program import make_program
-from onnxtrain.execute.program import Joined, Program
+from onnxtrain.execute.program import FusedCalls, Program
 from onnxtrain.execute.recorded_program import Recordings
 from onnxtrain.execute.regions import program as regions
 from onnxtrain.execute.reused_memory import reuse_memory
@@ -42,13 +42,13 @@ class UnitBuilder:
     """Makes units from one optimized forward graph.
 
     Attributes:
-        captured: what the graph was captured from.
+        captured: the capture of the graph.
         differentiation: the graph, and how it is differentiated.
         views: see `output_views.input_views`.
         device: that all tensors are on.
         options: see `onnxtrain.options`.
         layout: which images are kept in channels_last memory format; None: none.
-        recordings: what programs are recorded with; None: they are not.
+        recordings: records programs; None: they are not recorded.
         rerun: runs the module in PyTorch on the tensors of the capture's inputs (create_graph).
     """
 
@@ -66,7 +66,7 @@ class UnitBuilder:
         return self.differentiation.forward.graph.name or "module"
 
     def program(self, part: Part, title: str) -> Program:
-        """The program of a part, which may be recorded, fused or compiled while it is in use."""
+        """The program of a part; it may be recorded, fused or compiled while it is in use."""
         program = self._program(part, title, self.layout)
         is_recorded = self.recordings is not None and self.recordings.watch(program) is not None
         if is_recorded or not may_compile_in_background(self.options):
@@ -78,7 +78,7 @@ class UnitBuilder:
         return program
 
     def not_recorded(self, unit: Unit) -> list[Refusal]:
-        """The programs of a unit that the option cuda_graphs cannot serve, with reasons."""
+        """The programs of a unit that the option cuda_graphs does not record, with reasons."""
         if self.recordings is None:
             return []
         source = unit.backward_source
@@ -91,26 +91,31 @@ class UnitBuilder:
         return self._unit(program, (False,) * self.captured.result_count)
 
     def training_unit(self, joint: Joint, choice: RecomputeChoice) -> Unit:
-        """The unit of a joint graph to which `choice` is apply_choice already."""
+        """The unit of a joint graph to which `choice` has been applied (`apply_choice`).
+
+        Raises:
+            CaptureError: forward writes a value that has a gradient into an input, or backward reads an overwritten
+                input.
+        """
         results, wrt, mutated = self.captured.result_count, self.differentiation.wrt, self.differentiation.mutated
         self._refuse_written_gradients(joint)
         check_backward_reads(joint, mutated)
-        full = cut(joint)
-        forward = self.program(full.forward, "forward")
-        groups = self._groups(full, choice.early or self.options.early_gradients)
+        parts = cut(joint)
+        forward = self.program(parts.forward, "forward")
+        groups = self._groups(parts, choice.early or self.options.early_gradients)
         differentiable = tuple(c is not None for c in joint.cotangents[:results])
         unreached = [
             i
             for i, (source, gradient) in enumerate(zip(self.captured.sources, joint.gradients, strict=False))
             if source.kind == "input" and wrt[i] and gradient is None
         ]
-        backward = BackwardPrograms(self, joint, full, differentiable, choice, groups)
-        boundary = StagedBoundary(groups, len(wrt)) if groups else self._independent(joint, full)
-        return self._unit(forward, differentiable, backward, full, boundary, unreached)
+        backward = BackwardPrograms(self, joint, parts, differentiable, choice, groups)
+        boundary = StagedBoundary(groups, len(wrt)) if groups else self._independent_boundary(joint, parts)
+        return self._unit(forward, differentiable, backward, parts, boundary, unreached)
 
-    def _independent(self, joint: Joint, full: Cut) -> IndependentBoundary | None:
-        """What gives results that share nothing a backward each; None where all share something."""
-        results, reached = independent_results(joint, full)
+    def _independent_boundary(self, joint: Joint, parts: Cut) -> IndependentBoundary | None:
+        """A boundary with a backward for each group of results that share nothing; None if there is one group."""
+        results, reached = independent_results(joint, parts)
         return IndependentBoundary(results, reached, self.differentiation.wrt) if results else None
 
     def _refuse_written_gradients(self, joint: Joint) -> None:
@@ -119,26 +124,27 @@ class UnitBuilder:
                 raise CaptureError(
                     "forward writes a value that has a gradient into a buffer or an input",
                     got=self.differentiation.forward.graph.outputs[mutation.output].name,
+                    expected="a written value without a gradient",
                     todo="detach() the value before it is written",
                 )
 
-    def _groups(self, full: Cut, early: bool) -> Groups:
-        """The gradients that each stage of backward hands over; () where all leave at its end."""
+    def _groups(self, parts: Cut, early: bool) -> Groups:
+        """The gradients that each stage of backward returns; () if all are returned at its end."""
         if not early:
             return ()
-        if why := why_not_staged(full, self.views):
-            LOG.info("%s: its gradients are released at the end of backward: %s", self._name, why)
+        if reason := why_not_staged(parts, self.views):
+            LOG.info("%s: its gradients are released at the end of backward: %s", self._name, reason)
             return ()
-        groups = group_gradients(full)
+        groups = group_gradients(parts)
         return groups if len(groups) > 1 else ()
 
-    def _fused(self, title: str, part: Part, joined: Joined) -> Program:
-        return self._program(part, f"{title}, fused", joined=joined)
+    def _fused(self, title: str, part: Part, fused_calls: FusedCalls) -> Program:
+        return self._program(part, f"{title}, fused", fused_calls=fused_calls)
 
     def _program(
-        self, part: Part, title: str, layout: ChannelsLast | None = None, joined: Joined | None = None
+        self, part: Part, title: str, layout: ChannelsLast | None = None, fused_calls: FusedCalls | None = None
     ) -> Program:
-        program = make_program(part, f"{self._name} {title}", self.device, self.options, layout, joined)
+        program = make_program(part, f"{self._name} {title}", self.device, self.options, layout, fused_calls)
         if (
             self.device.type == "cpu"
             and self.options.kernels != "pytorch"
@@ -152,87 +158,88 @@ class UnitBuilder:
         program: Program,
         differentiable: Flags,
         backward: BackwardPrograms | None = None,
-        full: Cut | None = None,
+        parts: Cut | None = None,
         boundary: StagedBoundary | IndependentBoundary | None = None,
         unreached: Sequence[int] = (),
     ) -> Unit:
         forward = self.differentiation.forward
         return Unit(
             forward=program,
-            results=self.captured.result_count,
+            num_results=self.captured.result_count,
             mutations=self.differentiation.mutated,
             differentiable=differentiable,
             views=self.views,
             written_views=self.captured.written_views,
             inputs=forward.graph.inputs,
-            random=any(Effects.RANDOM in definition_of(node).effects for node in forward.graph),
+            is_random=any(Effects.RANDOM in definition_of(node).effects for node in forward.graph),
             device_type=self.device.type,
             backward=backward,
             rerun=self.rerun,
-            unsaved=full.unsaved() if full is not None else (),
-            contexts=[i for i, value in enumerate(full.kept) if is_object(value)] if full is not None else (),
-            differentiably=boundary,
+            unsaved_inputs=parts.unsaved() if parts is not None else (),
+            contexts=[i for i, value in enumerate(parts.kept) if is_object(value)] if parts is not None else (),
+            autograd_apply=boundary,
             lone_views=lone_views(forward, self.captured.result_count),
             unreached=unreached,
         )
 
 
 class BackwardPrograms:
-    """Makes the backward program for each pattern of given cotangents and needed gradients.
+    """Makes a backward program for each set of cotangents that autograd passes and of gradients that are needed.
 
     Attributes:
-        parts: the cut whose backward was made last; before the first, that for all of them.
+        parts: the cut of the program made last; before the first, the cut for all cotangents and gradients.
     """
 
     def __init__(
         self,
         builder: UnitBuilder,
         joint: Joint,
-        full: Cut,
+        parts: Cut,
         differentiable: Flags,
         choice: RecomputeChoice,
         groups: Groups,
     ) -> None:
-        self._builder, self._joint, self._full = builder, joint, full
-        self.parts = full
+        self._builder, self._joint, self._all_parts = builder, joint, parts
+        self.parts = parts
         self._differentiable, self._choice, self._groups = differentiable, choice, groups
 
-    def __call__(self, given: Flags, needed: Flags) -> Backward:
-        """Gradients of the inputs in `needed`, from the cotangents in `given`."""
-        if given == self._differentiable:
-            return self._backward(cut(self._joint, needed), given)
-        special = cut(self._differentiated(given), needed)
-        if self._has_all(special):
-            return self._backward(special, given)
-        zeros = [i for i, (d, g) in enumerate(zip(self._differentiable, given, strict=True)) if d and not g]
-        return self._backward(cut(self._joint, needed), self._differentiable, zeros)
+    def __call__(self, has_cotangent: Flags, needs_grad: Flags) -> Backward:
+        """See `BackwardSource`."""
+        if has_cotangent == self._differentiable:
+            return self._backward(cut(self._joint, needs_grad), has_cotangent)
+        pruned = cut(self._differentiated(has_cotangent), needs_grad)
+        if self._forward_keeps_all(pruned):
+            return self._backward(pruned, has_cotangent)
+        pairs = zip(self._differentiable, has_cotangent, strict=True)
+        zeros = [i for i, (differentiable, passed) in enumerate(pairs) if differentiable and not passed]
+        return self._backward(cut(self._joint, needs_grad), self._differentiable, zeros)
 
-    def renew(self) -> None:
-        """Differentiates again: gradient rules know more now."""
+    def differentiate_again(self) -> None:
+        """Differentiate the graph again, after gradient rules have learned which gradients functions return."""
         self._joint = self._differentiated()
 
-    def _differentiated(self, given: Flags | None = None) -> Joint:
-        return apply_choice(self._builder.differentiation.optimized(given), self._choice)
+    def _differentiated(self, has_cotangent: Flags | None = None) -> Joint:
+        return apply_choice(self._builder.differentiation.optimized(has_cotangent), self._choice)
 
-    def _has_all(self, special: Cut) -> bool:
-        """Whether the forward program keeps all that this backward reads."""
-        tensors = {v.name for v in self._full.kept}
-        sizes = {v.name for v in self._full.sizes}
-        return {v.name for v in special.kept} <= tensors and {v.name for v in special.sizes} <= sizes
+    def _forward_keeps_all(self, parts: Cut) -> bool:
+        """Whether the forward program keeps every tensor and size that this backward reads."""
+        tensors = {v.name for v in self._all_parts.kept}
+        sizes = {v.name for v in self._all_parts.sizes}
+        return {v.name for v in parts.kept} <= tensors and {v.name for v in parts.sizes} <= sizes
 
     def _program(self, parts: Cut) -> BackwardProgram:
         if not self._groups:
             return self._builder.program(parts.backward, "backward")
         return StagedProgram(parts.backward, split_backward(parts, self._groups), self._groups, self._builder.program)
 
-    def _backward(self, parts: Cut, given: Flags, zeros: Sequence[int] = ()) -> Backward:
+    def _backward(self, parts: Cut, has_cotangent: Flags, zeros: Sequence[int] = ()) -> Backward:
         self.parts = parts
-        kept = {v.name: i for i, v in enumerate(self._full.kept)}
-        sizes = {v.name: i for i, v in enumerate(self._full.sizes)}
+        kept = {v.name: i for i, v in enumerate(self._all_parts.kept)}
+        sizes = {v.name: i for i, v in enumerate(self._all_parts.sizes)}
         return Backward(
             self._program(parts),
             [kept[v.name] for v in parts.kept],
             [sizes[v.name] for v in parts.sizes],
-            [i for i, g in enumerate(given) if g],
+            [i for i, passed in enumerate(has_cotangent) if passed],
             zeros,
         )

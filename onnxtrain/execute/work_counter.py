@@ -1,4 +1,4 @@
-"""Counts the work of the graphs of one compilation, at the sizes of the call that it is for."""
+"""Count the work of the graphs of one compilation, at the sizes of its first call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class WorkCounter:
-    """Counts graphs that one capture becomes.
+    """Counts the work of the graphs that the pipeline makes of one capture.
 
     Args:
         inputs: the tensors of the forward graph's inputs.
@@ -29,28 +29,29 @@ class WorkCounter:
 
     def __init__(self, inputs: Sequence[Tensor], device: torch.device) -> None:
         self._inputs, self._device = inputs, device
-        self._known: dict[str, int] = {}
+        self._symbol_values: dict[str, int] = {}
 
     def __call__(self, model: ir.Model) -> Work:
-        """What a run of the graph takes. Sizes that depend on data are found by running what they depend on."""
+        """The work of one run of a graph. Data-dependent dimensions are found by running the nodes they depend on."""
         graph = model.graph
         for value, tensor in zip(graph.inputs, self._inputs, strict=False):  # a joint graph has cotangents too
             for size, length in zip(sizes.dims_of(value), tensor.shape, strict=True):
                 if isinstance(size, str) and size.isidentifier():
-                    self._known.setdefault(size, length)
-        while found := unbound_symbols(graph, self._known):
-            self._learn(model, found)
-        return count_work(graph, self._known)
+                    self._symbol_values.setdefault(size, length)
+        while unbound := unbound_symbols(graph, self._symbol_values):
+            self._bind_first(model, unbound)
+        return count_work(graph, self._symbol_values)
 
-    def _learn(self, model: ir.Model, found: dict[str, tuple[ir.Value, int]]) -> None:
-        """Adds the size of the first of these symbols, whose value may be needed for others."""
-        name, (value, axis) = next(iter(found.items()))
-        asked = with_graph(model, extract(model.graph, [value]))
-        tensors = [*self._inputs, *map(self._zeros, asked.graph.inputs[len(self._inputs) :])]
+    def _bind_first(self, model: ir.Model, unbound: dict[str, tuple[ir.Value, int]]) -> None:
+        """Bind the first of these symbols; others may depend on it."""
+        name, (value, axis) = next(iter(unbound.items()))
+        subgraph = with_graph(model, extract(model.graph, [value]))
+        tensors = [*self._inputs, *map(self._zeros, subgraph.graph.inputs[len(self._inputs) :])]
         with torch.no_grad():
-            (result,) = Program(single_part(asked), f"{asked.graph.name} {name}", self._device).run(tensors, ())[0]
-        self._known[name] = result.size(axis)
+            program = Program(single_part(subgraph), f"{subgraph.graph.name} {name}", self._device)
+            (result,) = program.run(tensors, ())[0]
+        self._symbol_values[name] = result.size(axis)
 
     def _zeros(self, cotangent: ir.Value) -> Tensor:
-        shape = [sizes.evaluate(size, self._known) for size in sizes.dims_of(cotangent)]
+        shape = [sizes.evaluate(size, self._symbol_values) for size in sizes.dims_of(cotangent)]
         return torch.zeros(shape, dtype=TORCH_DTYPES[dtype_of(cotangent)], device=self._device)

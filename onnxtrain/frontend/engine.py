@@ -288,9 +288,9 @@ class Engine:
         inputs = [*self._read(state), *tensors]
         rerun = _rerun(module, self._entry_point.in_torch, structure, captured)
         twins = self._entry_point.twins.setdefault((environment(), *map(tensor_facts, inputs)), [])
-        twin = next((twin for twin in twins if twin.is_twin(captured)), None)
+        twin = next((twin for twin in twins if twin.has_same_graph(captured)), None)
         if twin is not None:
-            compiled = twin.of(captured, rerun)
+            compiled = twin.for_module(captured, rerun)
         else:
             compiled = compile_module(module, captured, inputs, self._options, rerun)
             if not self._options.cuda_graphs:  # a recording reads the tensors of one module

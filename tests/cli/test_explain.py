@@ -128,11 +128,11 @@ def test_a_folder_shows_the_graph_without_padding(tmp_path: Path, capsys: pytest
 
 def test_fused_regions_are_listed_with_what_stays_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forward, backward = explained(capsys, f"{file}:summed").split("fused regions (forward)")[1].split("(backward)")
-    assert re.search(r"region +QuickGelu \+ Add.* over \[s\d+, 64\]: by auto and on\n", forward)
+    assert re.search(r"region +QuickGelu \+ Add.* over \[s\d+, 64\]: by kernels=fused and fused-all\n", forward)
     assert re.search(r"refused +ReduceSum: no adjacent node has the same iteration shape", forward)
     assert "QuickGeluGrad" in backward
     text = explained(capsys, f"{file}:pictures")
-    assert text.count("its pictures lie channels-last, which no region's kernel reads") == 2
+    assert text.count("its image tensors are channels_last, and a region's kernel takes contiguous tensors only") == 2
 
 
 def test_why_there_is_no_graph_is_the_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ KINDS: dict[str, tuple[Build, Sequence[str]]] = {
 
 def nodes_as_kernel(path: Path, device: torch.device = CPU) -> Callable[[Sequence[torch.Tensor]], Any]:
     """What a made-up compiler gives: the region that was written down, run node by node."""
-    model, _ = request.read(path)
+    model, _ = request.read_request(path)
     program = Program(single_part(model), "written", CPU)
     return lambda tensors: program.run(tensors, ())[0]
 

@@ -55,21 +55,23 @@ CASES: list[OpCase] = [
 class Written:
     """A program, and its function for one set of sizes."""
 
-    def __init__(self, program: Program, shapes: Sequence[tuple[int, ...]], given: Sequence[int]) -> None:
+    def __init__(self, program: Program, shapes: Sequence[tuple[int, ...]], sizes_in: Sequence[int]) -> None:
         self.program, self.shapes, self.declined = program, shapes, 0
-        self.static: StaticGraph = static_graph(program.part, shapes, given)
+        self.static: StaticGraph = static_graph(program.part, shapes, sizes_in)
         self.function: Function = emit_function(self.static.graph, self.static.passed_through)
 
     def use(self, library: Any, name: str, form: Form) -> None:
         """Runs the function in the program's place; calls that it does not take, for their strides, are counted."""
         run = self.program.run
 
-        def ordinary(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+        def ordinary(tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Any:
             self.declined += 1
-            return run(tensors, given)
+            return run(tensors, sizes_in)
 
         function = getattr(library, name)
-        self.program.run = form(Call.of(self.program.part, self.static, self.shapes, self.function, function), ordinary)
+        self.program.run = form(
+            Call.from_function(self.program.part, self.static, self.shapes, self.function, function), ordinary
+        )
 
 
 def written(check: CaseCheck, known: Any) -> list[Written]:
@@ -80,10 +82,10 @@ def written(check: CaseCheck, known: Any) -> list[Written]:
     before = [program.run for program in programs]
 
     def spy(program: Program, run: Any) -> Any:
-        def record(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+        def record(tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Any:
             tensors = list(tensors)
-            seen.append((program, [tuple(t.shape) for t in tensors], tuple(given)))
-            return run(tensors, given)
+            seen.append((program, [tuple(t.shape) for t in tensors], tuple(sizes_in)))
+            return run(tensors, sizes_in)
 
         return record
 
@@ -93,10 +95,10 @@ def written(check: CaseCheck, known: Any) -> list[Written]:
     for program, run in zip(programs, before, strict=True):
         program.run = run
     found = []
-    for program, shapes, given in seen:
+    for program, shapes, sizes_in in seen:
         try:
             if cpp_program.may_be_cpp_program(program.part, least=1):
-                found.append(Written(program, shapes, given))
+                found.append(Written(program, shapes, sizes_in))
         except (UnsupportedError, GraphError):
             continue
     return found
@@ -150,18 +152,18 @@ def test_transposed_matrices() -> None:
     kinds = [(c_type, r, c, r + gap) for c_type in TRANSPOSED for r, c in sizes for gap in (0, 3)]
     texts = [
         f'extern "C" void {NAME}_{i}(void* const* p) '
-        f"{{ transposed<{c_type}, {r}, {c}, {stride}>((const {c_type}*)p[0], ({c_type}*)p[1]); }}"
+        f"{{ transpose<{c_type}, {r}, {c}, {stride}>((const {c_type}*)p[0], ({c_type}*)p[1]); }}"
         for i, (c_type, r, c, stride) in enumerate(kinds)
     ]
     signatures = {f"{NAME}_{i}": "p" for i in range(len(kinds))}
     library = Library("cpp-program-test", Function("\n".join(texts), (), ()).source, signatures, short=True)
     assert library.wait(), library.failure
     for i, (c_type, r, c, stride) in enumerate(kinds):
-        given = torch.arange(c * stride).to(TRANSPOSED[c_type]).view(c, stride)
-        found = torch.full((r + 1, c), -1, dtype=given.dtype)
-        getattr(library.functions, f"{NAME}_{i}")((ctypes.c_void_p * 2)(given.data_ptr(), found.data_ptr()))
-        assert torch.equal(found[:r], given[:, :r].t()), kinds[i]
-        assert (found[r] == -1).all(), "written past the end"
+        matrix = torch.arange(c * stride).to(TRANSPOSED[c_type]).view(c, stride)
+        transposed = torch.full((r + 1, c), -1, dtype=matrix.dtype)
+        getattr(library.functions, f"{NAME}_{i}")((ctypes.c_void_p * 2)(matrix.data_ptr(), transposed.data_ptr()))
+        assert torch.equal(transposed[:r], matrix[:, :r].t()), kinds[i]
+        assert (transposed[r] == -1).all(), "written past the end"
 
 
 # In a module
@@ -349,12 +351,12 @@ extern "C" void run(void* const* p) {
     )
 
 
-def refuse(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+def refuse(tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Any:
     raise AssertionError("an ordinary call")
 
 
-def hand_on(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
-    return "ordinary", list(tensors), list(given)
+def hand_on(tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Any:
+    return "ordinary", list(tensors), list(sizes_in)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -362,8 +364,8 @@ def hand_on(tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
 def test_tensors_in_any_iterable(form: Form, kind: Callable[[Any], Any]) -> None:
     run = linear_call(form, refuse)
     a, b = torch.randn(2, 3)
-    for given in ((7,), [7]):
-        (found, nothing, same), sizes = run(kind((a, b)), given)
+    for sizes_in in ((7,), [7]):
+        (found, nothing, same), sizes = run(kind((a, b)), sizes_in)
         torch.testing.assert_close(found, 2 * a + b)
         assert nothing is None
         assert same is a
@@ -402,10 +404,10 @@ def test_what_the_function_is_not_for_goes_the_ordinary_way(form: str, other: st
     run = linear_call(compiled_call if form == "compiled" else python_call, hand_on)
     tensor, plain = {**OTHERS, **ONLY_COMPILED}[other](), torch.ones(3)
     for tensors in ((tensor, plain), (plain, tensor)):
-        name, found, given = run(iter(tensors), (7,))
+        name, found, sizes_in = run(iter(tensors), (7,))
         assert name == "ordinary"
         assert all(a is b for a, b in zip(found, tensors, strict=True))
-        assert given == [7]
+        assert sizes_in == [7]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -438,7 +440,7 @@ def test_a_call_keeps_nothing_alive_that_is_not_reachable(form: Form) -> None:
     class Holder:
         run: Any
 
-        def ordinary(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Any:
+        def ordinary(self, tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Any:
             raise AssertionError
 
     holder = Holder()

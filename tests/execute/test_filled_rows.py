@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnxtrain import ORTModule
 from onnxtrain.execute import packed_variants
-from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, LEAST_STEP, STEPS, Kept, Question, rounded_up
+from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, LEAST_STEP, STEPS, KeptTokens, PackingCheck, rounded_up
 from onnxtrain.execute.recorded_program import CALLS, MOST_SIZES, Recording, Recordings
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
@@ -76,16 +76,16 @@ def padded(seed: int, batch: int = 12, steps: int = 40) -> torch.Tensor:
 
 
 @pytest.fixture
-def answers(log: Recorders, monkeypatch: pytest.MonkeyPatch) -> list[Kept | None]:  # noqa: F811
+def answers(log: Recorders, monkeypatch: pytest.MonkeyPatch) -> list[KeptTokens | None]:  # noqa: F811
     """What was decided of each batch, where programs are recorded and attention does not wait for lengths."""
-    found: list[Kept | None] = []
-    ask = Question.ask
+    found: list[KeptTokens | None] = []
+    kept_tokens = PackingCheck.kept_tokens
 
-    def asked(self: Question, *arguments: Any) -> Kept | None:
-        found.append(ask(self, *arguments))
+    def asked(self: PackingCheck, *arguments: Any) -> KeptTokens | None:
+        found.append(kept_tokens(self, *arguments))
         return found[-1]
 
-    monkeypatch.setattr(Question, "ask", asked)
+    monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
     monkeypatch.setattr(packed_variants, "flash_runs", lambda *arguments: True)
     return found
 
@@ -94,7 +94,7 @@ def filled(model: nn.Module, rng: str = "fast") -> ORTModule:
     return ORTModule(model, cuda_graphs=True, skip_padding="always", rng=rng)
 
 
-def count(kept: Kept | None) -> tuple[int, int]:
+def count(kept: KeptTokens | None) -> tuple[int, int]:
     """How many tokens are kept, and how many rows run."""
     assert kept is not None
     return int(kept.cu[-1]), kept.rows.numel()
@@ -126,7 +126,7 @@ def test_numbers_of_rows_lie_an_eighth_apart() -> None:
     ],
 )
 def test_rows_that_fill_up_change_nothing(
-    mask_of: Any, head: str, dtype: torch.dtype, answers: list[Kept | None]
+    mask_of: Any, head: str, dtype: torch.dtype, answers: list[KeptTokens | None]
 ) -> None:
     torch.manual_seed(0)
     module = Encoder(mask_of, head=head).to(dtype)
@@ -140,7 +140,7 @@ def test_rows_that_fill_up_change_nothing(
     assert [None if kept is None else kept.rows.numel() for kept in answers] == [torch.tensor(f).numel() for f in forms]
 
 
-def test_more_rows_than_a_step_are_rounded(answers: list[Kept | None]) -> None:
+def test_more_rows_than_a_step_are_rounded(answers: list[KeptTokens | None]) -> None:
     torch.manual_seed(0)
     module = Encoder(causal_mask)
     wrapped = filled(module)
@@ -168,7 +168,7 @@ class Normalised(nn.Module):
         return self.score((y * mask[..., None]).sum(1)).square().mean()
 
 
-def test_rows_that_fill_up_see_tokens_as_padding_does(answers: list[Kept | None]) -> None:
+def test_rows_that_fill_up_see_tokens_as_padding_does(answers: list[KeptTokens | None]) -> None:
     """A zero that eager does not have would give NaN, and so would all gradients be."""
     torch.manual_seed(0)
     module = Normalised()
@@ -178,7 +178,7 @@ def test_rows_that_fill_up_see_tokens_as_padding_does(answers: list[Kept | None]
     assert all(kept is not None and kept.cu[-1] < kept.rows.numel() for kept in answers)
 
 
-def test_a_second_derivative_takes_the_batch_alone(answers: list[Kept | None]) -> None:
+def test_a_second_derivative_takes_the_batch_alone(answers: list[KeptTokens | None]) -> None:
     torch.manual_seed(0)
     module = Normalised().double()
     wrapped = filled(module)
@@ -194,7 +194,7 @@ def test_a_second_derivative_takes_the_batch_alone(answers: list[Kept | None]) -
 # When
 
 
-def test_a_batch_that_saves_little_once_rounded_runs_as_it_is(answers: list[Kept | None]) -> None:
+def test_a_batch_that_saves_little_once_rounded_runs_as_it_is(answers: list[KeptTokens | None]) -> None:
     module = Bag()
     wrapped = ORTModule(module, cuda_graphs=True)
     for real in (449, 448, 385):  # of 512
@@ -208,14 +208,14 @@ def test_a_batch_that_saves_little_once_rounded_runs_as_it_is(answers: list[Kept
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
-        (Encoder(bool_mask, head="labels"), {}, "sizes depend on what it computes"),
-        (Biased("added"), {}, "reads on the host how long sequences are"),
+        (Encoder(bool_mask, head="labels"), {}, "its results determine sizes"),
+        (Biased("added"), {}, "reads the sequence lengths on the host"),
         (Attentive(False), {"memory_budget_bytes": 10**9}, ""),
         (Attentive(False), {"cuda_graphs": False}, ""),
     ],
 )
 def test_where_nothing_is_recorded_nothing_is_rounded(
-    model: nn.Module, options: dict[str, Any], reason: str, answers: list[Kept | None]
+    model: nn.Module, options: dict[str, Any], reason: str, answers: list[KeptTokens | None]
 ) -> None:
     wrapped = ORTModule(model, **{"cuda_graphs": True, "skip_padding": "always", **options})
     words = batch_of(FORMS["right"])
@@ -232,7 +232,7 @@ def test_where_nothing_is_recorded_nothing_is_rounded(
 
 
 @pytest.mark.parametrize("model", [Bag(), Attentive(False), Attentive(True)], ids=str)
-def test_few_recordings_serve_many_batches(model: nn.Module, answers: list[Kept | None], log: Recorders) -> None:  # noqa: F811
+def test_few_recordings_serve_many_batches(model: nn.Module, answers: list[KeptTokens | None], log: Recorders) -> None:  # noqa: F811
     trained = Trained(filled(model.double(), rng="torch"), log)
     batches = [padded(seed) for seed in range(14)]
 
@@ -272,7 +272,7 @@ def test_many_sizes_are_hinted_at_once(log: Recorders, caplog: pytest.LogCapture
 @pytest.mark.gpu
 def test_a_gpu_plays_few_recordings_of_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward on sequences of random lengths, behind the one wait in a mode where waiting raises."""
-    plays, play, ask = list[Recording](), Recording.run, Question.ask
+    plays, play, kept_tokens = list[Recording](), Recording.run, PackingCheck.kept_tokens
 
     def counted(self: Recording, tensors: list[torch.Tensor]) -> Any:
         plays.append(self)
@@ -282,9 +282,11 @@ def test_a_gpu_plays_few_recordings_of_packed_batches(monkeypatch: pytest.Monkey
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    answers = list[Kept | None]()
+    answers = list[KeptTokens | None]()
     monkeypatch.setattr(Recording, "run", counted)
-    monkeypatch.setattr(Question, "ask", lambda *arguments: answers.append(ask(*arguments)) or answers[-1])
+    monkeypatch.setattr(
+        PackingCheck, "kept_tokens", lambda *arguments: answers.append(kept_tokens(*arguments)) or answers[-1]
+    )
     eager = OnGpu().cuda().bfloat16()
     inner, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
     wrapped = filled(inner)

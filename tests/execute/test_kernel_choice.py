@@ -363,8 +363,8 @@ def test_a_settled_program_runs_without_asking(tmp_path: pathlib.Path, monkeypat
     steps(module, x, 2 * SAMPLES + 4)
     forward = forward_of(module)
     asked: list[Any] = []
-    elsewhere = forward.namespace["elsewhere"]
-    forward.namespace["elsewhere"] = lambda *call: (asked.append(call), elsewhere(*call))[1]
+    other_shapes = forward.namespace["other_shapes"]
+    forward.namespace["other_shapes"] = lambda *call: (asked.append(call), other_shapes(*call))[1]
     steps(module, x, 3)
     assert not asked
     steps(module, torch.randn(4096, 16), 2 * SAMPLES + 4)  # other sizes ask anew
@@ -427,9 +427,9 @@ def test_small_products_are_not_measured(tmp_path: pathlib.Path) -> None:
     assert tuned_program.answers_in(file_of(tmp_path)) == {}
 
 
-def test_what_is_handed_elsewhere_is_not_kept_alive() -> None:
+def test_a_drained_list_keeps_no_tensor_alive() -> None:
     tensors = [torch.randn(3, 3)]
-    drained = tuned_program.drained(tensors)
+    drained = tuned_program.drain(tensors)
     assert next(drained).shape == (3, 3)
     assert tensors == []
 
@@ -551,7 +551,7 @@ def test_threads_that_end_are_no_waiting() -> None:
 
 
 def test_threads_that_ask_at_once_close_no_file_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_NEWS_SECONDS", -1.0)  # the files are opened anew each time
+    monkeypatch.setattr(trial, "_LIST_SECONDS", -1.0)  # the files are opened each time
     open_now: set[int] = set()
     twice: list[int] = []
 

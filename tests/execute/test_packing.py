@@ -12,7 +12,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.execute import packed_variants
-from onnxtrain.execute.packing import Kept, Question, copied_to_host
+from onnxtrain.execute.packing import KeptTokens, PackingCheck, copied_to_host
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from tests.passes.less_work import WORDS
 from tests.passes.test_pack_tokens import FORMS, Biased, Encoder, batch_of, bool_mask
@@ -73,15 +73,15 @@ def test_of_floating_tensors_only_sizes_come(waits: list[str]) -> None:
 
 @pytest.mark.parametrize("head", ["mean", "labels"])
 def test_a_batch_is_asked_with_one_copy(head: str, waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[tuple[Kept | None, Kept | None]] = []
-    ask = Question.ask
+    answers: list[tuple[KeptTokens | None, KeptTokens | None]] = []
+    kept_tokens = PackingCheck.kept_tokens
 
-    def asked(self: Question, tensors: Sequence[torch.Tensor], batch: int, steps: int) -> Kept | None:
-        kept = ask(self, tensors, batch, steps)
-        answers.append((kept, ask(self, [t.as_subclass(Far) for t in tensors], batch, steps)))
+    def asked(self: PackingCheck, tensors: Sequence[torch.Tensor], batch: int, steps: int) -> KeptTokens | None:
+        kept = kept_tokens(self, tensors, batch, steps)
+        answers.append((kept, kept_tokens(self, [t.as_subclass(Far) for t in tensors], batch, steps)))
         return kept
 
-    monkeypatch.setattr(Question, "ask", asked)
+    monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
     torch.manual_seed(0)
     ORTModule(Encoder(bool_mask, head=head), skip_padding="always")(*batch_of(FORMS["right"]))
     ((kept, far),) = answers
@@ -113,18 +113,18 @@ def test_a_step_waits_for_the_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = ORTModule(OnGpu().cuda().bfloat16(), skip_padding="always")
     wrapped(words).backward()  # compiles
     waits: list[int | None] = []
-    ask = Question.ask
+    kept_tokens = PackingCheck.kept_tokens
 
-    def asked(self: Question, *arguments: Any) -> Kept | None:
+    def asked(self: PackingCheck, *arguments: Any) -> KeptTokens | None:
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            kept = ask(self, *arguments)
+            kept = kept_tokens(self, *arguments)
         torch.cuda.set_sync_debug_mode("error")
         waits.append(None if kept is None else sum("synchroniz" in str(w.message) for w in found))
         return kept
 
-    monkeypatch.setattr(Question, "ask", asked)
+    monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -27,11 +27,11 @@ from onnxtrain.execute.recorded_program import (
     MOST_MOVES,
     MOST_SIZES,
     NotRecordedError,
-    Play,
     RecordedProgram,
     Recorder,
     Recording,
     Recordings,
+    Replay,
     Results,
 )
 from onnxtrain.frontend.ort_module import engine_of
@@ -55,7 +55,7 @@ class Recorders:
     def poison(self) -> None:
         """Fills all that recordings hold for themselves: NaN in floating-point numbers, -1 in integers."""
         for program in self.programs:
-            for recording in program.known.values():
+            for recording in program.entries.values():
                 if isinstance(recording, Recording):
                     for buffer in recording.buffers:
                         buffer.untyped_storage().fill_(255)
@@ -76,7 +76,7 @@ class CpuRecorder:
         return self._log.busy
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         with self._lock:
             self._log.in_turn = True
             try:
@@ -84,7 +84,7 @@ class CpuRecorder:
             finally:
                 self._log.in_turn = False
 
-    def record(self, function: Callable[[], Results]) -> tuple[Results, Play]:
+    def record(self, function: Callable[[], Results]) -> tuple[Results, Replay]:
         assert self._log.in_turn
         self._log.records += 1
         if self._log.error is not None:
@@ -101,7 +101,7 @@ class CpuRecorder:
 
         return results, play
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._log.settled += 1
 
 
@@ -128,7 +128,7 @@ def log(everything: Recorders, monkeypatch: pytest.MonkeyPatch) -> Recorders:
     """As if nothing had been called and said yet."""
     monkeypatch.setattr("onnxtrain.log._logged", set())
     for program in everything.programs:
-        program.known.clear()
+        program.entries.clear()
     everything.busy, everything.error, everything.settled = False, None, 0
     everything.since()
     return everything
@@ -358,7 +358,7 @@ def test_the_least_recently_used_goes(log: Recorders) -> None:
         call(rows)
     assert log.since() == (0, 2)
     assert log.settled == 2
-    assert len(log.programs[-1].known) == MOST_SIZES
+    assert len(log.programs[-1].entries) == MOST_SIZES
 
 
 def test_evaluation(log: Recorders) -> None:
@@ -529,7 +529,7 @@ def report_of(model: nn.Module) -> CompileReport:
     ("module", "options", "reason"),
     [
         (Foreign(), {}, "it may draw random numbers"),
-        (Selected(), {}, "sizes depend on what it computes"),
+        (Selected(), {}, "its results determine sizes"),
         (Called(), {}, "it runs the user's Python"),
         (nn.Linear(3, 3), {"memory_budget_bytes": 10**6}, "which memory_budget_bytes does not count"),
     ],
@@ -555,7 +555,7 @@ def test_numbers_that_the_host_reads_are_refused(log: Recorders) -> None:
     device = torch.device("cpu")
     refusal = Recordings(CpuRecorder(log), device, frozenset()).refusal(single_part(model))
     assert refusal is not None
-    assert "the host reads a number" in refusal.reason
+    assert "the host reads a value" in refusal.reason
 
 
 def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
@@ -567,7 +567,7 @@ def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
     program = engine_of(model).newest().unit.forward
     tensors = [torch.ones(4, 4), torch.ones(4)]
     elsewhere = Recordings(CpuRecorder(log), torch.device("meta"), frozenset())
-    with pytest.raises(NotRecordedError, match="an argument lies on cpu, and not on meta"):
+    with pytest.raises(NotRecordedError, match="an argument is on cpu, expected meta"):
         Recording(program.part, program.run, elsewhere, tensors, (), ())
 
 

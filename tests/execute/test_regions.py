@@ -23,7 +23,7 @@ from onnxtrain.execute.regions import program as fused
 from onnxtrain.execute.regions.call import RegionCall
 from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.program import FusedProgram
-from onnxtrain.execute.regions.request import BESIDE, Request
+from onnxtrain.execute.regions.request import METADATA, Request
 from onnxtrain.graph.builder import Builder
 from onnxtrain.native import background, compiler
 from onnxtrain.native.build import BuildError
@@ -389,7 +389,7 @@ def test_what_saves_most_is_compiled_first(
         for _ in range(4):
             module(torch.randn(6, 8))
     wait_for(programs)
-    assert [json.loads((folder / BESIDE).read_text())["shapes"][0][-1] for folder in made_up] == order
+    assert [json.loads((folder / METADATA).read_text())["shapes"][0][-1] for folder in made_up] == order
 
 
 OFTEN = {"no-grad-region"}  # its regions do not stand as they are found; the others under --slow

@@ -122,7 +122,7 @@ def test_one_process_compiles_all_regions_in_the_order_asked(made_up_child: Call
     assert [request for request, _ in found] == [requests[1], requests[0], requests[1], *requests[2:]]
     written_by = {path.read_bytes()[: -build._DIGEST_BYTES] for _, path in found if isinstance(path, Path)}
     assert len(written_by) == 1
-    assert building._process._started is None
+    assert building._process._running is None
     with pytest.raises(ProcessLookupError):
         os.kill(int(written_by.pop()), 0)
 

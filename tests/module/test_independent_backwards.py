@@ -70,7 +70,7 @@ def test_towers() -> None:
         for got, expected in zip(gradients(ours, backward), gradients(eager, backward), strict=True):
             assert (got is None) == (expected is None)
             torch.testing.assert_close(got, expected)
-    assert isinstance(engine_of(ours).newest().unit.differentiably, IndependentBoundary)
+    assert isinstance(engine_of(ours).newest().unit.autograd_apply, IndependentBoundary)
 
 
 def test_parts_of_several_results() -> None:

@@ -408,7 +408,9 @@ def test_a_detached_output_needs_no_gradient() -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradients_that_do_not_come_are_zeros(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the backward program for those that come would read what forward does not keep."""
-    monkeypatch.setattr("onnxtrain.execute.unit_builder.BackwardPrograms._has_all", lambda self, special: False)
+    monkeypatch.setattr(
+        "onnxtrain.execute.unit_builder.BackwardPrograms._forward_keeps_all", lambda self, special: False
+    )
     net = Two()
     ours = ORTModule(copy.deepcopy(net))
     both((ours, net), lambda m: (m.zero_grad(), m(data())[which].sum().backward())[1])

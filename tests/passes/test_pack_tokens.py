@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnxtrain import ORTModule
-from onnxtrain.execute.packing import Question
+from onnxtrain.execute.packing import PackingCheck
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.passes.less_work import CLASSES, WIDTH, WORDS, refusals, wrap
 
@@ -121,14 +121,14 @@ FORMS: dict[str, list[list[int]]] = {
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each batch, whether it ran packed."""
     found: list[bool] = []
-    ask = Question.ask
+    kept_tokens = PackingCheck.kept_tokens
 
-    def asked(self: Question, *arguments: Any) -> Any:
-        kept = ask(self, *arguments)
+    def asked(self: PackingCheck, *arguments: Any) -> Any:
+        kept = kept_tokens(self, *arguments)
         found.append(kept is not None)
         return kept
 
-    monkeypatch.setattr(Question, "ask", asked)
+    monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
     return found
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from onnxtrain import ORTModule
-from onnxtrain.execute.packing import Question
+from onnxtrain.execute.packing import PackingCheck
 from tests.passes.less_work import WIDTH, WORDS, made, refusals, wrap
 from tests.passes.test_pack_tokens import FORMS, IGNORED, check
 
@@ -103,14 +103,14 @@ class Tokens(nn.Module):
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """For each batch, how many tokens it ran with; None where it ran as it is."""
     found: list[int | None] = []
-    ask = Question.ask
+    kept_tokens = PackingCheck.kept_tokens
 
-    def asked(self: Question, *arguments: Any) -> Any:
-        answer = ask(self, *arguments)
+    def asked(self: PackingCheck, *arguments: Any) -> Any:
+        answer = kept_tokens(self, *arguments)
         found.append(None if answer is None else answer.rows.numel())
         return answer
 
-    monkeypatch.setattr(Question, "ask", asked)
+    monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
     return found
 
 

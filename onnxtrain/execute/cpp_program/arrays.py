@@ -65,11 +65,14 @@ def strides_of(shape: Sequence[int]) -> Shape:
 
 
 def loops(arrays: Sequence[Array], body: Callable[[list[str]], str], *, independent: bool = True) -> list[str]:
-    """Loops over arrays of one shape; `body` takes the element of each and returns a statement.
+    """The lines of loops over arrays of one shape.
 
-    `independent`: no iteration writes an element that another reads or writes.
+    Args:
+        arrays: what the body reads and writes.
+        body: a statement, from an expression for the element of each array.
+        independent: whether no iteration writes an element that another reads or writes.
     """
-    shape, strides = _merged(arrays[0].shape, [array.strides for array in arrays])
+    shape, strides = _merge_dims(arrays[0].shape, [array.strides for array in arrays])
     lines = []
     for depth, size in enumerate(shape):
         if independent and depth == len(shape) - 1:
@@ -84,8 +87,8 @@ def _offset(strides: Sequence[int]) -> str:
     return " + ".join(terms) or "0"
 
 
-def _merged(shape: Shape, strides: Sequence[Shape]) -> tuple[list[int], list[list[int]]]:
-    """The fewest dimensions that give the same elements in the same order."""
+def _merge_dims(shape: Shape, strides: Sequence[Shape]) -> tuple[list[int], list[list[int]]]:
+    """Merge adjacent dimensions as far as the order of the elements stays the same in each array."""
     sizes: list[int] = []
     merged: list[list[int]] = [[] for _ in strides]
     for axis, size in enumerate(shape):

@@ -39,12 +39,12 @@ ENTRY = Library(
 
 @dataclass(frozen=True)
 class Call:
-    """A compiled function and the program that it stands for.
+    """A compiled function, and the inputs and results of the program that it replaces.
 
     Attributes:
         function: takes an array of pointers.
         inputs: shape and dtype of each program input.
-        free: indices of the inputs that have dynamic sizes.
+        dynamic: indices of the inputs that have dynamic sizes.
         read: indices of the inputs whose pointers the function takes.
         outputs: shape and dtype of each tensor that it writes; their pointers follow those of the inputs.
         results: for each result of the program, the index i of an output, or -1 - i for input i, or None.
@@ -53,7 +53,7 @@ class Call:
 
     function: Any
     inputs: tuple[Kind, ...]
-    free: frozenset[int]
+    dynamic: frozenset[int]
     read: tuple[int, ...]
     outputs: tuple[Kind, ...]
     results: tuple[int | None, ...]
@@ -61,19 +61,21 @@ class Call:
     sizes_out: tuple[int, ...]
 
     @classmethod
-    def of(cls, part: Part, static: StaticGraph, shapes: Sequence[Shape], function: Function, compiled: Any) -> Call:
+    def from_function(
+        cls, part: Part, static: StaticGraph, shapes: Sequence[Shape], function: Function, compiled: Any
+    ) -> Call:
         """Describe the call of a part.
 
         Args:
             part: the part of the plan that the program runs.
             static: the part at these sizes.
-            shapes: of its inputs.
+            shapes: those of its inputs.
             function: emitted from `static`.
             compiled: the compiled function.
         """
         results: list[int | None] = [None] * len(part.outputs)
-        wanted = (i for i, value in enumerate(part.outputs) if value is not None)  # the graph's outputs, in order
-        for number, position in enumerate(wanted):
+        positions = (i for i, value in enumerate(part.outputs) if value is not None)  # of the graph's outputs
+        for number, position in enumerate(positions):
             source = static.passed_through.get(number)
             results[position] = function.outputs.index(number) if source is None else -1 - source
         written = [static.graph.outputs[number] for number in function.outputs]
@@ -94,7 +96,7 @@ def _dtype(value: ir.Value) -> torch.dtype:
 
 
 def compiled_call(call: Call, ordinary: Run) -> Run:
-    """The program, compiled. `ENTRY.functions` must be available."""
+    """The call as a program in C++. `ENTRY.functions` must be available."""
     address = ctypes.cast(call.function, ctypes.c_void_p)
     run: Run = ENTRY.functions.make(
         address, ordinary, call.inputs, call.read, call.outputs, call.results, call.sizes_in or None, call.sizes_out
@@ -103,15 +105,15 @@ def compiled_call(call: Call, ordinary: Run) -> Run:
 
 
 def python_call(call: Call, ordinary: Run) -> Run:
-    """The program as Python source."""
-    names = [f"a{i}" for i in range(len(call.inputs))]
-    made = [f"o{i}" for i in range(len(call.outputs))]
-    results = ["None" if i is None else names[-1 - i] if i < 0 else made[i] for i in call.results]
-    conditions = [f"{names[i]}.shape == shape_{i}" for i in sorted(call.free)]
-    conditions += [f"{names[i]}.is_contiguous() and not {names[i]}.is_neg()" for i in call.read]
+    """The call as a program in generated Python."""
+    inputs = [f"a{i}" for i in range(len(call.inputs))]
+    outputs = [f"o{i}" for i in range(len(call.outputs))]
+    results = ["None" if i is None else inputs[-1 - i] if i < 0 else outputs[i] for i in call.results]
+    conditions = [f"{inputs[i]}.shape == shape_{i}" for i in sorted(call.dynamic)]
+    conditions += [f"{inputs[i]}.is_contiguous() and not {inputs[i]}.is_neg()" for i in call.read]
     conditions += [f"(*sizes,) == {call.sizes_in!r}"] if call.sizes_in else []
-    pointers = [f"{name}.data_ptr()" for name in (*(names[i] for i in call.read), *made)]
-    arguments = f"({''.join(f'{name}, ' for name in names)})"
+    pointers = [f"{name}.data_ptr()" for name in (*(inputs[i] for i in call.read), *outputs)]
+    arguments = f"({''.join(f'{name}, ' for name in inputs)})"
     lines = [
         "def program(arguments, sizes):",
         "    if profiling(): return ordinary(arguments, sizes)",
@@ -119,7 +121,7 @@ def python_call(call: Call, ordinary: Run) -> Run:
         f"    if not ({' and '.join(conditions) or True}): return ordinary({arguments}, sizes)",
         *(
             f"    {name} = empty({shape!r}, {strides_of(shape)!r}, {dtype!r})"
-            for name, (shape, dtype) in zip(made, call.outputs, strict=True)
+            for name, (shape, dtype) in zip(outputs, call.outputs, strict=True)
         ),
         f"    run(pointers({', '.join(pointers)}))",
         f"    return ({''.join(f'{r}, ' for r in results)}), {call.sizes_out!r}",
@@ -131,7 +133,7 @@ def python_call(call: Call, ordinary: Run) -> Run:
         "torch": torch,
         "run": call.function,
         "pointers": ctypes.c_void_p * len(pointers),
-        **{f"shape_{i}": torch.Size(call.inputs[i][0]) for i in call.free},
+        **{f"shape_{i}": torch.Size(call.inputs[i][0]) for i in call.dynamic},
     }
     exec("\n".join(lines), namespace)  # our own generated source
     run: Run = namespace["program"]

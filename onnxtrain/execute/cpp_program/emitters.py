@@ -22,7 +22,7 @@ class Source(Protocol):
 
     def lines(self, lines: Sequence[str]) -> None: ...
 
-    def new(self, dtype: ir.DataType, shape: Shape, of: ir.Value | None = None) -> Array: ...
+    def new(self, dtype: ir.DataType, shape: Shape, value: ir.Value | None = None) -> Array: ...
 
     def work(self, count: int) -> None: ...
 
@@ -108,14 +108,14 @@ def _pow(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
 
 @emits(ONNX, "Cast")
 def _cast(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
-    to = node.outputs[0].dtype
-    if to == inputs[0].dtype:
+    target = node.outputs[0].dtype
+    if target == inputs[0].dtype:
         return inputs
-    if to == ir.DataType.BOOL:
+    if target == ir.DataType.BOOL:
         return [_loop(source, node, inputs, "{0} != 0")]
-    assert to is not None
-    if is_float(inputs[0].dtype) and not is_float(to):
-        raise UnsupportedError("a cast of floating to integer")
+    assert target is not None
+    if is_float(inputs[0].dtype) and not is_float(target):
+        raise UnsupportedError("a cast from floating point to integer")
     return [_loop(source, node, inputs, "{0}")]
 
 
@@ -281,7 +281,7 @@ def _matmul(source: Source, node: ir.Node, inputs: list[Array]) -> list[Array]:
 def _multiply(source: Source, a: Array, b: Array, result: Array) -> None:
     """Write a @ b into `result`; each has at least two dimensions."""
     if b.shape[-1] > 1 and b.strides[-1] != 1:
-        b = _packed(source, b)
+        b = _with_contiguous_rows(source, b)
     (m, k), n = a.shape[-2:], b.shape[-1]
     if k > _LONGEST_INNER_DIM:
         raise UnsupportedError(f"a matmul with an inner dimension of {k}, more than {_LONGEST_INNER_DIM}")
@@ -292,16 +292,16 @@ def _multiply(source: Source, a: Array, b: Array, result: Array) -> None:
         result.with_dims(batch, result.strides[:-2]),
         *(x.with_dims(x.shape[:-2], x.strides[:-2]).broadcast(batch) for x in (a, b)),
     ]
-    source.lines(loops(matrices, lambda e: f"product<{sizes}>(&{e[1]}, &{e[2]}, &{e[0]});", independent=False))
+    source.lines(loops(matrices, lambda e: f"gemm<{sizes}>(&{e[1]}, &{e[2]}, &{e[0]});", independent=False))
 
 
-def _packed(source: Source, b: Array) -> Array:
-    """A copy with contiguous rows."""
-    packed = source.new(b.dtype, b.shape)
+def _with_contiguous_rows(source: Source, b: Array) -> Array:
+    """A contiguous copy."""
+    copy = source.new(b.dtype, b.shape)
     if b.strides[-2] != 1:
-        source.lines(loops([packed, b], lambda e: f"{e[0]} = {e[1]};"))
-        return packed
+        source.lines(loops([copy, b], lambda e: f"{e[0]} = {e[1]};"))
+        return copy
     sizes = f"{b.c_type}, {b.shape[-2]}, {b.shape[-1]}, {b.strides[-1]}"
-    matrices = [x.with_dims(x.shape[:-2], x.strides[:-2]) for x in (packed, b)]
-    source.lines(loops(matrices, lambda e: f"transposed<{sizes}>(&{e[1]}, &{e[0]});", independent=False))
-    return packed
+    matrices = [x.with_dims(x.shape[:-2], x.strides[:-2]) for x in (copy, b)]
+    source.lines(loops(matrices, lambda e: f"transpose<{sizes}>(&{e[1]}, &{e[0]});", independent=False))
+    return copy

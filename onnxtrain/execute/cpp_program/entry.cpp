@@ -20,7 +20,7 @@ struct Kind {
   at::ScalarType dtype;
 };
 
-// What `make` is told of a program.
+// A compiled function and its program, as `Call` of call.py describes them.
 struct Call {
   void (*run)(void* const*);
   std::vector<Kind> inputs;
@@ -36,9 +36,9 @@ struct Call {
 
 constexpr int64_t kNone = INT64_MIN;
 
-bool is_kind(PyObject* given, const Kind& kind) {
-  if (!THPVariable_CheckExact(given)) return false;  // a subclass may mean something else by its elements
-  const at::Tensor& tensor = THPVariable_Unpack(given);
+bool is_kind(PyObject* object, const Kind& kind) {
+  if (!THPVariable_CheckExact(object)) return false;  // the elements of a subclass may mean something else
+  const at::Tensor& tensor = THPVariable_Unpack(object);
   return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.scalar_type() == kind.dtype &&
       tensor.sizes() == at::IntArrayRef(kind.sizes);
 }
@@ -52,9 +52,9 @@ bool Call::takes(PyObject* tensors, PyObject* sizes) const {
     if (!tensor.is_contiguous() || tensor.is_neg()) return false;
   }
   if (sizes_in.is_none()) return true;
-  const auto given = py::reinterpret_steal<py::object>(PySequence_Tuple(sizes));
-  if (!given) throw python_error();
-  const int same = PyObject_RichCompareBool(given.ptr(), sizes_in.ptr(), Py_EQ);
+  const auto size_tuple = py::reinterpret_steal<py::object>(PySequence_Tuple(sizes));
+  if (!size_tuple) throw python_error();
+  const int same = PyObject_RichCompareBool(size_tuple.ptr(), sizes_in.ptr(), Py_EQ);
   if (same < 0) throw python_error();
   return same;
 }
@@ -69,45 +69,45 @@ PyObject* Call::operator()(PyObject* tensors) const {
     pointers.push_back(written.back().mutable_data_ptr());
   }
   run(pointers.data());
-  py::tuple found(results.size());
+  py::tuple result_tuple(results.size());
   for (size_t i = 0; i < results.size(); ++i) {
     PyObject* result = results[i] == kNone ? Py_NewRef(Py_None)
         : results[i] < 0                   ? Py_NewRef(PyTuple_GET_ITEM(tensors, -1 - results[i]))
                                            : THPVariable_Wrap(std::move(written[results[i]]));
     if (!result) throw python_error();
-    PyTuple_SET_ITEM(found.ptr(), i, result);
+    PyTuple_SET_ITEM(result_tuple.ptr(), i, result);
   }
-  return PyTuple_Pack(2, found.ptr(), sizes_out.ptr());
+  return PyTuple_Pack(2, result_tuple.ptr(), sizes_out.ptr());
 }
 
-// `self` is (capsule of the Call, the ordinary program): a tuple, so that the garbage collector sees through.
+// `self` is (capsule of the Call, the ordinary program): a tuple, which the garbage collector can traverse.
 PyObject* enter(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2, "a program takes tensors and sizes");
+  TORCH_CHECK_TYPE(count == 2, "expected 2 arguments, tensors and sizes, got ", count);
   PyObject* const ordinary = PyTuple_GET_ITEM(self, 1);
   if (torch::profiler::impl::profilerEnabled()) return PyObject_Vectorcall(ordinary, arguments, count, nullptr);
   const auto& call = *static_cast<Call*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(self, 0), nullptr));
   const auto tensors = py::reinterpret_steal<py::object>(PySequence_Tuple(arguments[0]));
   if (!tensors) throw python_error();
   if (call.takes(tensors.ptr(), arguments[1])) return call(tensors.ptr());
-  PyObject* const read[] = {tensors.ptr(), arguments[1]};  // `arguments` may be an iterator, which is at its end
-  return PyObject_Vectorcall(ordinary, read, 2, nullptr);
+  PyObject* const consumed[] = {tensors.ptr(), arguments[1]};  // arguments[0] may be an iterator, now exhausted
+  return PyObject_Vectorcall(ordinary, consumed, 2, nullptr);
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef method = {"program", reinterpret_cast<PyCFunction>(enter), METH_FASTCALL, nullptr};
 
-std::vector<Kind> kinds(py::handle given) {
-  std::vector<Kind> found;
-  for (py::handle pair : given) {
+std::vector<Kind> kinds(py::handle pairs) {
+  std::vector<Kind> result;
+  for (py::handle pair : pairs) {
     Kind kind;
     for (py::handle size : pair[py::int_(0)]) kind.sizes.push_back(size.cast<int64_t>());
     const py::object dtype = pair[py::int_(1)];
-    TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "no dtype");
+    TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "expected a torch.dtype, got ", Py_TYPE(dtype.ptr())->tp_name);
     kind.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-    found.push_back(std::move(kind));
+    result.push_back(std::move(kind));
   }
-  return found;
+  return result;
 }
 
 }  // namespace
@@ -120,8 +120,8 @@ extern "C" PyObject* make(
   call->run = reinterpret_cast<void (*)(void* const*)>(run);
   call->inputs = kinds(inputs);
   call->outputs = kinds(outputs);
-  for (py::handle place : py::handle(read)) call->read.push_back(place.cast<size_t>());
-  for (py::handle place : py::handle(results)) call->results.push_back(place.is_none() ? kNone : place.cast<int64_t>());
+  for (py::handle index : py::handle(read)) call->read.push_back(index.cast<size_t>());
+  for (py::handle index : py::handle(results)) call->results.push_back(index.is_none() ? kNone : index.cast<int64_t>());
   call->sizes_in = py::reinterpret_borrow<py::object>(sizes_in);
   call->sizes_out = py::reinterpret_borrow<py::object>(sizes_out);
   const auto free = [](PyObject* capsule) { delete static_cast<Call*>(PyCapsule_GetPointer(capsule, nullptr)); };

@@ -1,4 +1,4 @@
-// Matrix products of sizes known to the compiler. The right operand has contiguous rows.
+// GEMMs of sizes known to the compiler. The right operand has contiguous rows.
 
 #if defined(__AVX512F__)
 constexpr int kColumns = 32;  // with 4 rows: 8 accumulators of 16 floats, and their row of b stays in registers
@@ -7,7 +7,7 @@ constexpr int kColumns = 16;
 #endif
 
 template <class T, int R, int J, int K, int AI, int AK, int BK, int CI>
-static inline void block(const T* __restrict a, const T* __restrict b, T* __restrict c) {
+static inline void gemm_tile(const T* __restrict a, const T* __restrict b, T* __restrict c) {
   T sums[R][J] = {};
   for (int k = 0; k < K; ++k)
 #pragma GCC unroll 4
@@ -21,21 +21,21 @@ static inline void block(const T* __restrict a, const T* __restrict b, T* __rest
 }
 
 template <class T, int M, int J, int K, int AI, int AK, int BK, int CI>
-static inline void columns(const T* a, const T* b, T* c) {
-  for (int i = 0; i + 4 <= M; i += 4) block<T, 4, J, K, AI, AK, BK, CI>(a + i * AI, b, c + i * CI);
+static inline void gemm_columns(const T* a, const T* b, T* c) {
+  for (int i = 0; i + 4 <= M; i += 4) gemm_tile<T, 4, J, K, AI, AK, BK, CI>(a + i * AI, b, c + i * CI);
   constexpr int done = M / 4 * 4;
-  if constexpr (M > done) block<T, M - done, J, K, AI, AK, BK, CI>(a + done * AI, b, c + done * CI);
+  if constexpr (M > done) gemm_tile<T, M - done, J, K, AI, AK, BK, CI>(a + done * AI, b, c + done * CI);
 }
 
-// c[i, j] = sum over k of a[i * AI + k * AK] * b[k * BK + j], and c[i, j] lies at i * CI + j.
+// c[i, j] = sum over k of a[i * AI + k * AK] * b[k * BK + j]; c[i, j] is at i * CI + j.
 template <class T, int M, int N, int K, int AI, int AK, int BK, int CI>
-static inline void product(const T* a, const T* b, T* c) {
-  for (int j = 0; j + kColumns <= N; j += kColumns) columns<T, M, kColumns, K, AI, AK, BK, CI>(a, b + j, c + j);
+static inline void gemm(const T* a, const T* b, T* c) {
+  for (int j = 0; j + kColumns <= N; j += kColumns) gemm_columns<T, M, kColumns, K, AI, AK, BK, CI>(a, b + j, c + j);
   constexpr int done = N / kColumns * kColumns;
-  if constexpr (N > done) columns<T, M, N - done, K, AI, AK, BK, CI>(a, b + done, c + done);
+  if constexpr (N > done) gemm_columns<T, M, N - done, K, AI, AK, BK, CI>(a, b + done, c + done);
 }
 
-// Transposition by registers, 0.2 us for 32 x 32 floats: a loop, which gathers, takes 1.1, more than the product behind it.
+// Transposition in registers takes 0.2 us for 32 x 32 floats; a loop, which gathers, 1.1: more than the GEMM after it.
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define HAS_SHUFFLES
@@ -49,7 +49,7 @@ constexpr int kBytes = 64;
 constexpr int kBytes = 32;
 #endif
 
-// Exchanges the lanes of `a` that lie S right of where they belong with those of `b` that lie S left of it.
+// Exchanges the lanes of `a` that are S to the right of their target with those of `b` that are S to the left of it.
 template <int S, int N, class V, int... C>
 static inline void exchange(V& a, V& b, std::integer_sequence<int, C...>) {
   const V above = __builtin_shufflevector(a, b, (C & S ? N + C - S : C)...);
@@ -65,9 +65,9 @@ static inline void exchange_all(V* rows) {
 }
 #endif
 
-// to[r, c] = from[c, r], and from[c, r] lies at c * FC + r; the rows of `to` lie one behind the other.
+// to[r, c] = from[c, r]; from[c, r] is at c * FC + r, and `to` is contiguous.
 template <class T, int R, int C, int FC>
-static inline void transposed(const T* __restrict from, T* __restrict to) {
+static inline void transpose(const T* __restrict from, T* __restrict to) {
 #if defined(HAS_SHUFFLES)
   typedef T V __attribute__((vector_size(kBytes)));
   constexpr int N = kBytes / sizeof(T), rows = R / N * N, columns = C / N * N;
@@ -87,7 +87,7 @@ static inline void transposed(const T* __restrict from, T* __restrict to) {
     for (int c = r < rows ? columns : 0; c < C; ++c) to[r * C + c] = from[c * FC + r];
 }
 
-// The sum of n neighbours, in 16 parts: as exact as a vector unit's, and the compiler may use one.
+// The sum of n adjacent elements, in 16 parts: it may be vectorized, and is as accurate as a vectorized sum.
 template <class T>
 static inline T sum_of(const T* x, int64_t n) {
   T parts[16] = {}, total = 0;

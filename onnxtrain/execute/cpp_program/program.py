@@ -23,7 +23,7 @@ from onnxtrain.execute.cpp_program.arrays import UnsupportedError
 from onnxtrain.execute.cpp_program.call import ENTRY, Call, compiled_call, python_call
 from onnxtrain.execute.cpp_program.source import LARGEST, NAME, emit_function
 from onnxtrain.execute.cpp_program.static_graph import static_graph
-from onnxtrain.execute.program import Program, Run, drained
+from onnxtrain.execute.program import Program, Run, drain
 from onnxtrain.graph.alias import view_source
 from onnxtrain.log import LOG
 from onnxtrain.native import Library
@@ -43,13 +43,13 @@ def may_be_cpp_program(part: Part, least: int = 2) -> bool:
     tensor_nodes = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
     if not least <= len(tensor_nodes) <= _MOST_NODES or any(definition_of(n).effects for n in tensor_nodes):
         return False
-    given = set(part.inputs)
+    inputs = set(part.inputs)
     roots = [_root(value) for value in part.outputs[: part.num_user_outputs] if value is not None]
-    wanted = [value for value in part.outputs if value is not None]
+    outputs = [value for value in part.outputs if value is not None]
     # A view that is returned would be a copy; one of an input, kept for backward, would miss changes of the input.
-    if len(set(roots)) < len(roots) or any(_root(v) in given and v not in given for v in wanted):
+    if len(set(roots)) < len(roots) or any(_root(v) in inputs and v not in inputs for v in outputs):
         return False
-    return not any(value.const_value is not None for value in wanted)
+    return not any(value.const_value is not None for value in outputs)
 
 
 def _root(value: ir.Value) -> ir.Value:
@@ -82,34 +82,37 @@ class CppProgram:
         self.call: Run | None = None
         self.settled = False
         self._shapes: tuple[Any, ...] = ()
-        self._seen = 0
-        self._work: threading.Thread | None = None
+        self._repeats = 0
+        self._thread: threading.Thread | None = None
         self._times: tuple[list[float], list[float]] = ([], [])
         program.run = self._counting
 
-    # 1
+    # 1: count calls
 
-    def _counting(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
+    def _counting(self, tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Results:
         tensors = list(tensors)
-        shapes = (*(t.shape for t in tensors), *given)
-        self._seen = self._seen + 1 if shapes == self._shapes else 0
+        shapes = (*(t.shape for t in tensors), *sizes_in)
+        self._repeats = self._repeats + 1 if shapes == self._shapes else 0
         self._shapes = shapes
         if any(t.numel() > LARGEST for t in tensors):
             self._program.run = self._ordinary
-        elif self._seen >= _CALLS and self._work is None:
-            self._work = threading.Thread(
-                target=self._write, args=([tuple(t.shape) for t in tensors], tuple(given)), daemon=True
+        elif self._repeats >= _CALLS and self._thread is None:
+            self._thread = threading.Thread(
+                target=self._build, args=([tuple(t.shape) for t in tensors], tuple(sizes_in)), daemon=True
             )
             self._program.run = self._ordinary
-            self._work.start()
-        return self._ordinary(drained(tensors), given)
+            self._thread.start()
+        return self._ordinary(drain(tensors), sizes_in)
 
-    # 2
+    # 2: compile
 
-    def _write(self, shapes: Shapes, given: Sequence[int]) -> None:
-        """On a thread: emitting takes some 10 ms, the compiler seconds; the entry, once per machine, 10 s more."""
+    def _build(self, shapes: Shapes, sizes_in: Sequence[int]) -> None:
+        """Emit and compile the function, off the main thread.
+
+        Emitting takes some 10 ms and compiling seconds; entry.cpp takes 10 s more, once per machine.
+        """
         try:
-            static = static_graph(self._program.part, shapes, given)
+            static = static_graph(self._program.part, shapes, sizes_in)
             function = emit_function(static.graph, static.passed_through)
         except (UnsupportedError, GraphError) as reason:
             LOG.debug("%s cannot be compiled to one function: %s", self._program.filename, reason)
@@ -118,24 +121,24 @@ class CppProgram:
         ENTRY.request()
         if not library.wait():
             return
-        call = Call.of(self._program.part, static, shapes, function, getattr(library.functions, NAME))
+        call = Call.from_function(self._program.part, static, shapes, function, getattr(library.functions, NAME))
         self.call = (compiled_call if ENTRY.wait() else python_call)(call, self._ordinary)
         self._program.run = self._timing
 
-    # 3
+    # 3: time both
 
-    def _timing(self, tensors: Iterable[torch.Tensor], given: Sequence[int]) -> Results:
+    def _timing(self, tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Results:
         assert self.call is not None
         ordinary, call = self._times
         times, run = (ordinary, self._ordinary) if len(call) > len(ordinary) else (call, self.call)
         start = time.perf_counter()
-        result = run(tensors, given)
+        result = run(tensors, sizes_in)
         times.append(time.perf_counter() - start)
         if len(ordinary) >= _TRIALS:
             self._program.run = self.call if _is_faster(call, ordinary) else self._ordinary
             self.settled = True
             LOG.debug(
-                "%s compiled to one function: %.1f us, before %.1f us",
+                "%s: %.1f us as one C++ function, %.1f us as the ordinary program",
                 self._program.filename,
                 min(call) * 1e6,
                 min(ordinary) * 1e6,

@@ -17,7 +17,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 
 NAME = "run"
-LARGEST = 1 << 17  # elements of all intermediates: what fits into the L2 cache of a core
+LARGEST = 1 << 17  # elements of all intermediates: they fit into the L2 cache of a core
 _MOST_WORK = 1 << 23  # operations: above it, PyTorch's own kernels on all cores are faster
 
 
@@ -68,15 +68,15 @@ class _Function:
         self._work = 0
         self._outputs = {value: f"out{i}" for i, value in enumerate(graph.outputs)}
         for i, value in enumerate(graph.inputs):
-            shape = _numbers(value)
+            shape = _static_shape(value)
             self._arrays[value] = Array(f"in{i}", dtype_of(value), shape, strides_of(shape))
 
     def lines(self, lines: Sequence[str]) -> None:
         self._lines += lines
 
-    def new(self, dtype: ir.DataType, shape: Shape, of: ir.Value | None = None) -> Array:
+    def new(self, dtype: ir.DataType, shape: Shape, value: ir.Value | None = None) -> Array:
         """Memory for a value: the caller's for an output, else the function's own."""
-        output = self._outputs.get(of) if of is not None else None
+        output = self._outputs.get(value) if value is not None else None
         array = Array(output or f"t{self._scratch}", dtype, shape, strides_of(shape))
         count = math.prod(shape)
         if not output:
@@ -135,7 +135,7 @@ class _Function:
         return Function(body + entry, tuple(read), tuple(written))
 
 
-def _numbers(value: ir.Value) -> Shape:
+def _static_shape(value: ir.Value) -> Shape:
     return tuple(int(size) for size in sizes.dims_of(value))
 
 

@@ -38,90 +38,93 @@ class StaticGraph:
     sizes_out: tuple[int, ...]
 
 
-def static_graph(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> StaticGraph:
+def static_graph(part: Part, shapes: Sequence[Sequence[int]], sizes_in: Sequence[int]) -> StaticGraph:
     """Build the part as a graph of standard ops.
 
     Args:
         part: the part to run.
-        shapes: of its inputs.
-        given: its `sizes_in`.
+        shapes: those of its inputs.
+        sizes_in: the values of its `sizes_in`.
 
     Raises:
-        GraphError: a size does not follow from these, or an op has no body.
+        GraphError: a dimension does not follow from these, or an op has no body.
     """
-    known = bind_sizes(part, shapes, given)
+    symbol_values = bind_sizes(part, shapes, sizes_in)
     values: dict[ir.Value, ir.Value] = {}
     try:
-        graph = _with_static_sizes(part, given, known, values)
-        wanted = [v for v in part.outputs if v is not None]
-        close(graph, [values[v] for v in wanted], [f"result_{i}" for i in range(len(wanted))])
+        graph = _with_static_sizes(part, sizes_in, symbol_values, values)
+        outputs = [v for v in part.outputs if v is not None]
+        close(graph, [values[v] for v in outputs], [f"result_{i}" for i in range(len(outputs))])
         sizes_out = tuple(
-            sizes.evaluate(size, known) for v in part.sizes_out for size in known_ints(v) or (str(v.name),)
+            sizes.evaluate(size, symbol_values) for v in part.sizes_out for size in known_ints(v) or (str(v.name),)
         )
     except NameError as error:
-        raise GraphError("a size does not follow from the shapes of the inputs", got=error) from error
+        raise GraphError("a dimension does not follow from the shapes of the inputs", got=error) from error
     graph = inline_bodies(graph).graph
     _sizes_to_constants(graph)
     for run in (fold_constants, eliminate_common_subexpressions, eliminate_dead_code):
         run(graph, Changes(run.__name__))
     inputs = {value: i for i, value in enumerate(part.inputs)}
-    passed = {i: inputs[value] for i, value in enumerate(wanted) if value in inputs}
-    return StaticGraph(graph, passed, tuple(given), sizes_out)
+    passed_through = {i: inputs[value] for i, value in enumerate(outputs) if value in inputs}
+    return StaticGraph(graph, passed_through, tuple(sizes_in), sizes_out)
 
 
-def bind_sizes(part: Part, shapes: Sequence[Sequence[int]], given: Sequence[int]) -> dict[str, int]:
-    """The value of each symbolic size of a part.
+def bind_sizes(part: Part, shapes: Sequence[Sequence[int]], sizes_in: Sequence[int]) -> dict[str, int]:
+    """The integer of each symbol of a part.
 
     Args:
         part: the part to run.
-        shapes: of its inputs.
-        given: its `sizes_in`.
+        shapes: those of its inputs.
+        sizes_in: the values of its `sizes_in`.
+
+    Raises:
+        GraphError: an input has another rank than in the part.
     """
     for value, shape in zip(part.inputs, shapes, strict=True):
         if len(sizes.dims_of(value)) != len(shape):
             raise GraphError(f"{value.name} has an unexpected rank", expected=sizes.dims_of(value), got=tuple(shape))
     pairs = [
-        (size, number)
+        (size, integer)
         for value, shape in zip(part.inputs, shapes, strict=True)
-        for size, number in zip(sizes.dims_of(value), shape, strict=True)
+        for size, integer in zip(sizes.dims_of(value), shape, strict=True)
     ]
-    for value, number in zip(part.sizes_in, given, strict=True):
-        pairs += [(size, number) for size in known_ints(value) or ()]
-    return {size: number for size, number in pairs if isinstance(size, str) and size.isidentifier()}
+    for value, integer in zip(part.sizes_in, sizes_in, strict=True):
+        pairs += [(size, integer) for size in known_ints(value) or ()]
+    return {size: integer for size, integer in pairs if isinstance(size, str) and size.isidentifier()}
 
 
 def _with_static_sizes(
-    part: Part, given: Sequence[int], known: dict[str, int], values: dict[ir.Value, ir.Value]
+    part: Part, sizes_in: Sequence[int], symbol_values: dict[str, int], values: dict[ir.Value, ir.Value]
 ) -> ir.Graph:
     """The nodes of the part as a graph in which every size is static."""
     read = {v for node in part.nodes for v in node.inputs} | set(part.outputs)
     constants = {v for v in read if v is not None and v.const_value is not None}
     for value in (*part.inputs, *part.sizes_in, *constants):
         values[value] = traversal.clone_value(value)
-        _substitute_sizes(values[value], known)
+        _substitute_sizes(values[value], symbol_values)
     graph = ir.Graph([values[v] for v in part.inputs], [], nodes=(), name="cpp program", opset_imports={ONNX: OPSET})
     for value in constants:
         graph.initializers[str(values[value].name)] = values[value]
-    for value, number in zip(part.sizes_in, given, strict=True):
-        _make_constant(graph, values[value], (number,))
+    for value, integer in zip(part.sizes_in, sizes_in, strict=True):
+        _make_constant(graph, values[value], (integer,))
     for node in part.nodes:
         copy = traversal.clone_node(node, values)
         for value in copy.outputs:
-            _substitute_sizes(value, known)
+            _substitute_sizes(value, symbol_values)
         graph.append(copy)
     return graph
 
 
-def _substitute_sizes(value: ir.Value, known: dict[str, int]) -> None:
-    value.shape = sizes.shape(sizes.evaluate(size, known) for size in sizes.dims_of(value))
-    held = value.meta.get("sizes")
-    if held is not None:
-        value.meta["sizes"] = tuple(sizes.evaluate(size, known) for size in held)
+def _substitute_sizes(value: ir.Value, symbol_values: dict[str, int]) -> None:
+    value.shape = sizes.shape(sizes.evaluate(size, symbol_values) for size in sizes.dims_of(value))
+    elements = value.meta.get("sizes")
+    if elements is not None:
+        value.meta["sizes"] = tuple(sizes.evaluate(size, symbol_values) for size in elements)
 
 
-def _make_constant(graph: ir.Graph, value: ir.Value, numbers: Sequence[int | str]) -> None:
+def _make_constant(graph: ir.Graph, value: ir.Value, elements: Sequence[int | str]) -> None:
     """Make an integer or a vector of integers a constant of the graph."""
-    array = np.array(numbers if len(sizes.dims_of(value)) else numbers[0], np.int64)
+    array = np.array(elements if len(sizes.dims_of(value)) else elements[0], np.int64)
     value.const_value = ir.tensor(array, name=value.name)
     graph.initializers[str(value.name)] = value
 
@@ -132,9 +135,9 @@ def _sizes_to_constants(graph: ir.Graph) -> None:
         value = node.outputs[0]
         if definition_of(node).host_eval is None or len(node.outputs) != 1 or dtype_of(value) != ir.DataType.INT64:
             continue
-        held = known_ints(value) if len(sizes.dims_of(value)) <= 1 else None
-        if held is not None and all(isinstance(size, int) for size in held) and not value.is_graph_output():
+        elements = known_ints(value) if len(sizes.dims_of(value)) <= 1 else None
+        if elements is not None and all(isinstance(size, int) for size in elements) and not value.is_graph_output():
             constant = ir.Value(name=f"{value.name}_known", type=value.type, shape=value.shape)
-            _make_constant(graph, constant, held)
+            _make_constant(graph, constant, elements)
             traversal.replace(graph, value, constant)
             graph.remove(node, safe=True)

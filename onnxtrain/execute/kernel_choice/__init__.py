@@ -1,1 +1,1 @@
-"""Which of several kernels runs a node: first by a cost model, then by what each was measured to take."""
+"""Choose among the kernels of a node: first by a cost model, then by the measured time of each."""

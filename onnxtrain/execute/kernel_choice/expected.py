@@ -1,7 +1,7 @@
-"""The choice before anything is measured: a cost model of each candidate, from the definition.
+"""The choice before anything is measured: by the cost model of each candidate in its op's definition.
 
-Where a size is not known before the program runs, it is taken to be moderately large. So the choice depends on the
-graph and the machine alone: with it, two runs compute the same bits.
+A dynamic size counts as moderately large. The choice then depends on the graph and the machine alone: two runs compute
+the same bits.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import Kernel
 from onnxtrain.system.machine import current_machine
 
-_UNKNOWN = 32  # for batch and length each: a thousand rows
+_DYNAMIC_SIZE = 32  # for batch and sequence length each: a thousand rows
 
 
 def expected_kernel(node: ir.Node, device: str) -> Kernel:
-    """The kernel that is expected to be fastest; for most nodes the only one there is."""
+    """The kernel that is expected to be fastest; most nodes have only one."""
     return min(expected_seconds(node, device), key=itemgetter(1))[0]
 
 
 def expected_seconds(node: ir.Node, device: str) -> list[tuple[Kernel, float]]:
-    """The candidates of a node, with what each is expected to take; 0 where there is no choice."""
+    """The candidates of a node with the expected seconds of each; 0 if there is only one."""
     definition = definition_of(node)
-    found = definition.candidates(node, device)
-    if len(found) == 1:
-        return [(found[0], 0.0)]
+    candidates = definition.candidates(node, device)
+    if len(candidates) == 1:
+        return [(candidates[0], 0.0)]
     view, shapes, machine = definition.view(node), expected_shapes(node), current_machine()
-    return [(kernel, kernel.seconds(view, shapes, machine)) for kernel in found]
+    return [(kernel, kernel.seconds(view, shapes, machine)) for kernel in candidates]
 
 
-class ExpectedOnce:
-    """`expected_kernel` for graphs that do not change any more: each node is asked once, by whichever program."""
+class CachedExpectations:
+    """`expected_kernel` with a cache per node, for graphs that no longer change."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[ir.Node, str], list[tuple[Kernel, float]]] = {}
@@ -45,16 +45,16 @@ class ExpectedOnce:
 
     def seconds(self, node: ir.Node, device: str) -> list[tuple[Kernel, float]]:
         """See `expected_seconds`."""
-        found = self._seconds.get((node, device))
-        if found is None:
-            found = self._seconds[node, device] = expected_seconds(node, device)
-        return found
+        seconds = self._seconds.get((node, device))
+        if seconds is None:
+            seconds = self._seconds[node, device] = expected_seconds(node, device)
+        return seconds
 
 
 def expected_shapes(node: ir.Node) -> Shapes:
-    """The shapes of a node's inputs, with a number for every size."""
-    return tuple(() if v is None else tuple(map(_number, sizes.dims_of(v))) for v in node.inputs)
+    """The shapes of a node's inputs, with an integer for every symbolic dimension."""
+    return tuple(() if v is None else tuple(map(_expected_size, sizes.dims_of(v))) for v in node.inputs)
 
 
-def _number(size: sizes.Size) -> int:
-    return sizes.evaluate(size, dict.fromkeys(sizes.symbols(size), _UNKNOWN))
+def _expected_size(size: sizes.Size) -> int:
+    return sizes.evaluate(size, dict.fromkeys(sizes.symbols(size), _DYNAMIC_SIZE))

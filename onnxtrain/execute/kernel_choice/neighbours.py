@@ -1,8 +1,8 @@
-"""What is known at other sizes of the same question: which candidates need not be tried at these.
+"""Skip candidates that were slower at nearby sizes of the same question.
 
-Where one size is another, such as the number of rows, the ratio of two candidates' times changes little: of 650
-candidates that were not the fastest, in 519 answers about the products of some models, this rule leaves out 509; in 9
-of the answers also the fastest, which gained more than 3 % (1 and 2 threads of a virtual Xeon).
+If one size changes, such as the number of rows, the ratio of two candidates' times changes little. Of 650 candidates
+that were not the fastest, in 519 answers about the matmuls of some models, this rule skips 509; in 9 of the answers it
+also skips the fastest, where that gained more than 3 % (1 and 2 threads of a virtual Xeon).
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from collections.abc import Sequence
 from onnxtrain.execute.kernel_choice.times import Answer, Answers
 
 _FARTHEST = 3.0  # doublings of that size
-_STEADY = 1.05  # times, by which a ratio may change with each doubling
+_RATIO_DRIFT = 1.05  # the factor by which a ratio may change with each doubling
 _NUMBER = re.compile(r"\d+")
 
 
 def worse_nearby(question: str, sizes: str, candidates: Sequence[str], answers: Answers) -> set[str]:
-    """Those of `candidates` that were slower than another of them at the nearest sizes that were measured.
+    """The candidates that were slower than another one at the nearest measured sizes.
 
     Args:
         question: an op, its attributes and element type.
-        sizes: those of its inputs, as they stand behind it in the keys of `answers`.
-        candidates: names.
-        answers: what is known.
+        sizes: the sizes of its inputs, as they follow the question in the keys of `answers`.
+        candidates: the names of kernels.
+        answers: all answers so far, by question and sizes.
     """
-    nearest, away = _nearest(question, sizes, answers)
+    nearest, distance = _nearest(question, sizes, answers)
     if nearest is None:
         return set()
     seconds = {name: s.seconds for name, s in nearest.samples.items() if name in candidates}
-    limit = min(seconds.values(), default=math.inf) * _STEADY**away
-    return {name for name, took in seconds.items() if took > limit}
+    limit = min(seconds.values(), default=math.inf) * _RATIO_DRIFT**distance
+    return {name for name, measured in seconds.items() if measured > limit}
 
 
 def _nearest(question: str, sizes: str, answers: Answers) -> tuple[Answer | None, float]:
-    """The clean answer at the nearest sizes, and how far away these are."""
-    nearest, away = None, _FARTHEST
+    """The clean answer at the nearest sizes, and their distance in doublings."""
+    nearest, least = None, _FARTHEST
     for key, answer in tuple(answers.items()):  # another thread may add one meanwhile
         if answer.is_clean and key.startswith(f"{question} "):
             distance = _doublings(sizes, key[len(question) + 1 :])
-            if distance <= away:
-                nearest, away = answer, distance
-    return nearest, away
+            if distance <= least:
+                nearest, least = answer, distance
+    return nearest, least
 
 
-def _doublings(one: str, other: str) -> float:
-    """Between texts where one size is another, wherever it stands; else infinite."""
-    (form, here), (its_form, there) = _parts(one), _parts(other)
-    if form != its_form or 0 in here or 0 in there:
+def _doublings(a: str, b: str) -> float:
+    """The doublings between two texts of sizes that differ in one size, wherever it occurs; else infinite."""
+    (a_template, a_sizes), (b_template, b_sizes) = _split_sizes(a), _split_sizes(b)
+    if a_template != b_template or 0 in a_sizes or 0 in b_sizes:
         return math.inf
-    ratios = {a / b for a, b in zip(here, there, strict=True) if a != b}
+    ratios = {x / y for x, y in zip(a_sizes, b_sizes, strict=True) if x != y}
     return abs(math.log2(ratios.pop())) if len(ratios) == 1 else math.inf
 
 
 @functools.lru_cache(4096)
-def _parts(text: str) -> tuple[str, tuple[int, ...]]:
-    """What is left without the numbers, and the numbers."""
+def _split_sizes(text: str) -> tuple[str, tuple[int, ...]]:
+    """The text with each integer replaced by "#", and the integers."""
     return _NUMBER.sub("#", text), tuple(map(int, _NUMBER.findall(text)))

@@ -1,8 +1,9 @@
-"""Measured times on disk: one file for each machine, with the libraries and the number of threads that were used.
+"""Measured times on disk: one file per machine, versions of libraries and number of threads.
 
     <cache folder>/kernels/<hash>.json      {"machine": {...}, "answers": {question: {sizes, seconds, choice}}}
 
-A file is replaced whole, under a lock that all processes take. One that cannot be read counts as empty, with a warning.
+A file is replaced atomically, under a lock that all processes take. A file that cannot be read counts as empty, with a
+warning.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from onnxtrain.system.atomic_file import replacing
 from onnxtrain.system.cache_folder import cache_folder
 from onnxtrain.system.machine import current_machine
 
-_VERSION = 3  # of the file's form, and of what candidates there are
-_LOCK_SECONDS = 0.2  # a training step does not wait longer: what was measured is written next time
+_VERSION = 3  # of the file's format, and of the set of candidates
+_LOCK_SECONDS = 0.2  # a training step does not wait longer: the times are written next time
 
 
 def setting() -> dict[str, Any]:
-    """What times depend on besides the question."""
+    """The facts that times depend on besides the question: processor, threads and library versions."""
     machine = current_machine()
     return {
         "processor": machine.processor,
@@ -44,31 +45,31 @@ def setting() -> dict[str, Any]:
 
 @functools.cache
 def _libraries() -> list[str]:
-    """The versions of MKL and oneDNN, as PyTorch names them."""
+    """The versions of MKL and oneDNN, as PyTorch reports them."""
     lines = map(str.strip, torch.__config__.show().splitlines())
     return [line.removeprefix("- ") for line in lines if "MKL-DNN" in line or "Math Kernel Library" in line]
 
 
 def file_of(folder: Path | None = None) -> Path:
-    """The file for this machine in `folder`, or else in the cache folder."""
+    """The file for this machine in `folder`, by default in the cache folder."""
     text = json.dumps(setting(), sort_keys=True)
     name = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     return (cache_folder("kernels") if folder is None else folder) / name
 
 
 def load(file: Path) -> Answers:
-    """The answers in a file; none, with a warning, where it is damaged or of another machine."""
+    """The answers in a file; none, with a warning, if it is damaged or from another machine."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["machine"] != setting():
-            raise ValueError("it was made on another machine")
+            raise ValueError("it was measured on another machine")
         return {key: _answer(fields) for key, fields in content["answers"].items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(
-            f"the measured times of kernels in {file} cannot be used and are ignored "
-            f"({type(error).__name__}: {error}); the file is made again",
+            f"ignoring the measured kernel times in {file}, which cannot be read "
+            f"({type(error).__name__}: {error}); the file is written anew",
             stacklevel=2,
         )
         return {}
@@ -78,22 +79,22 @@ def _answer(fields: Mapping[str, Any]) -> Answer:
     seconds = {str(name): float(value) for name, value in fields["seconds"].items()}
     choice = str(fields["choice"])
     if choice not in seconds or not all(math.isfinite(s) and s > 0 for s in seconds.values()):
-        raise ValueError("an answer in it is not whole")
+        raise ValueError("expected positive times, and a time for the chosen kernel, in each answer")
     samples = {name: Samples(MOST_CALLS, SAMPLES, value) for name, value in seconds.items()}
     return Answer(str(fields["sizes"]), samples, choice=choice)
 
 
 def save(file: Path, answers: Answers) -> None:
-    """Adds the clean ones of `answers` to a file. Where that fails the times are lost, which the log says."""
+    """Add the clean answers to a file. If that fails, the times are lost; the log says so."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{file}.lock", timeout=_LOCK_SECONDS):
-            known = merged(load(file), answers)
-            content = {"machine": setting(), "answers": {key: _fields(a) for key, a in sorted(known.items())}}
+            every = merged(load(file), answers)
+            content = {"machine": setting(), "answers": {key: _fields(a) for key, a in sorted(every.items())}}
             with replacing(file) as target:
                 target.write(json.dumps(content, indent=1).encode())
     except (OSError, filelock.Timeout) as error:
-        LOG.info("the measured times of kernels are not kept in %s: %s", file, error)
+        LOG.info("measured kernel times were not saved to %s: %s", file, error)
 
 
 def _fields(answer: Answer) -> dict[str, Any]:

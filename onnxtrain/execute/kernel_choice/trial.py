@@ -1,4 +1,4 @@
-"""A node that is asked for its fastest kernel: each call of it in a running step tries one candidate."""
+"""Measure the candidates of a node in running steps: each call tries one of them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Case:
 
     Attributes:
         candidates: by name, the expected best first.
-        answer: what is known; None where the choice is not worth measuring.
-        scale: by how much longer the answer's own shapes are expected to take.
+        answer: the times so far; None if the choice is not worth measuring.
+        scale: the expected time at the answer's shapes, divided by that at these.
     """
 
     __slots__ = ("answer", "candidates", "scale")
@@ -46,12 +46,12 @@ class _Case:
     def ready(self) -> tuple[str, ...]:
         """The candidates that can run.
 
-        The others are prepared when these have been measured: a compiler takes a processor's time, and where sizes
-        change with every step nothing is ever settled. Those that never come are dropped.
+        The others start to compile when these have been measured: a compiler takes processor time, and if sizes change
+        with every step nothing is ever settled. Candidates that cannot be compiled are dropped.
         """
-        there = {name: kernel.is_ready() for name, kernel in self.candidates.items()}
-        self.candidates = {name: kernel for name, kernel in self.candidates.items() if there[name] is not None}
-        ready = tuple(name for name in self.candidates if there[name])
+        is_ready = {name: kernel.is_ready() for name, kernel in self.candidates.items()}
+        self.candidates = {name: kernel for name, kernel in self.candidates.items() if is_ready[name] is not None}
+        ready = tuple(name for name in self.candidates if is_ready[name])
         if self.answer is not None and len(ready) < len(self.candidates) and all(map(self.answer.is_done, ready)):
             for name in self.candidates.keys() - ready:
                 self.candidates[name].prepare()
@@ -59,20 +59,20 @@ class _Case:
 
 
 class Trial:
-    """Runs a node by one candidate a call, and notes what it took.
+    """Runs a node with one candidate per call, and records its time.
 
     Attributes:
         chosen: the kernel that is settled for the shapes of the last call, or None.
     """
 
     def __init__(self, node: ir.Node, device: str, answers: Answers, measuring: bool, most_seconds: float) -> None:
-        """Prepares a node.
+        """Set up a trial.
 
         Args:
-            node: one that has several candidates.
+            node: a node with several candidates.
             device: the type of the device.
-            answers: what is known; grows.
-            measuring: whether to try candidates; otherwise only known answers count.
+            answers: all answers so far; grows.
+            measuring: whether to try candidates; otherwise only earlier answers count.
             most_seconds: how long one question may be measured.
         """
         definition = definition_of(node)
@@ -81,8 +81,8 @@ class Trial:
         self._kernels = definition.candidates(node, device)
         self._answers, self._measuring, self._most_seconds = answers, measuring, most_seconds
         self._cases: dict[Shapes, _Case] = {}
-        self._name = question(node)
-        # "..." in an axis map stands for axes that are one to the product: [16, 128, 384] of rows asks as [2048, 384].
+        self._question = question(node)
+        # "..." in an axis map is batch axes that a GEMM flattens: rows [16, 128, 384] ask the question of [2048, 384].
         patterns = definition.axes(self._view).split("->")[0].split(",")
         missing = len(definition.inputs) - len(patterns)
         self._patterns = [*(pattern.split() for pattern in patterns), *[[]] * missing]
@@ -104,9 +104,9 @@ class Trial:
         call: Call = case.candidates[name].lower(self._view, *arguments)
         before, started = _THREADS.seconds_waited(), time.perf_counter()
         result = call.evaluate()
-        took = time.perf_counter() - started
+        seconds = time.perf_counter() - started
         waited = _THREADS.seconds_since(before)
-        answer.add(name, took * case.scale, waited * case.scale)
+        answer.add(name, seconds * case.scale, waited * case.scale)
         answer.settle(tuple(case.candidates), at_once=answer.spent > self._most_seconds)
         self.chosen = case.choice
         return result
@@ -117,48 +117,48 @@ class Trial:
         by_name = {k.name: k for k in self._kernels}
         least = min(expected.values())
         order = sorted((name for name, s in expected.items() if s < FAR_OFF * least), key=expected.__getitem__)
-        sizes = " ".join(map(_text, arguments, self._patterns))
-        known = self._answers.get(f"{self._name} {sizes}")
-        usable = known is not None and known.choice in order
-        if not usable:
-            worse = worse_nearby(self._name, sizes, order, self._answers)
+        sizes = " ".join(map(_describe, arguments, self._patterns))
+        earlier = self._answers.get(f"{self._question} {sizes}")
+        is_settled = earlier is not None and earlier.choice in order
+        if not is_settled:
+            worse = worse_nearby(self._question, sizes, order, self._answers)
             order = [name for name in order if name not in worse]
         candidates = {name: by_name[name] for name in order}
-        if not usable and not (self._measuring and len(order) > 1 and least >= WORTH_SECONDS):
+        if not is_settled and not (self._measuring and len(order) > 1 and least >= WORTH_SECONDS):
             return _Case(candidates, None, 1.0)
-        answer = self._answers.setdefault(f"{self._name} {sizes}", Answer(" ".join(map(str, map(list, shapes)))))
+        answer = self._answers.setdefault(f"{self._question} {sizes}", Answer(" ".join(map(str, map(list, shapes)))))
         if answer.reference == 0.0:
             answer.reference = least
         return _Case(candidates, answer, answer.reference / least)
 
 
 class _Threads:
-    """The threads of this process, as the system counts their waiting for a core (Linux does; elsewhere none waits).
+    """The time that threads of this process wait for a core, as Linux counts it; 0 on other systems.
 
-    Their files stay open for a while: asking takes 10 us then, 100 where they are opened each time.
+    The files are kept open for a while: reading them takes 10 us, and 100 us if they are opened each time.
     """
 
     def __init__(self) -> None:
         self._files: list[int] = []
         self._listed = -math.inf
-        self._lock = threading.Lock()  # a file that two close may be another one's by then
+        self._lock = threading.Lock()  # a descriptor closed twice may belong to another file by then
 
     def seconds_waited(self) -> float:
-        """How long they have waited so far, all together."""
+        """The seconds that all threads have waited so far."""
         with self._lock:
-            if time.monotonic() - self._listed > _NEWS_SECONDS:
+            if time.monotonic() - self._listed > _LIST_SECONDS:
                 self._list()
             return self._total()
 
     def seconds_since(self, before: float) -> float:
-        """How much longer they have waited than `before`."""
+        """The seconds that they have waited since `before`, a result of `seconds_waited`."""
         with self._lock:
             return max(0.0, self._total() - before)
 
     def _total(self) -> float:
         try:
             return sum(int(os.pread(file, 100, 0).split()[1]) for file in self._files) * 1e-9
-        except (OSError, IndexError):  # one has just ended
+        except (OSError, IndexError):  # a thread has just ended
             self._listed = -math.inf
             return 0.0
 
@@ -171,19 +171,19 @@ class _Threads:
                 self._files.append(os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY))
 
 
-_NEWS_SECONDS = 0.5
+_LIST_SECONDS = 0.5  # the list of threads is read again after so long
 _THREADS = _Threads()
 
 
 def question(node: ir.Node) -> str:
-    """A node's op, attributes and element type."""
+    """A node's op, attributes and element type, as text."""
     attributes = ", ".join(f"{a.name}={a.value}" for a in sorted(node.attributes.values(), key=lambda a: a.name))
     first = next(v for v in node.inputs if v is not None)
     return f"{node.domain or 'ai.onnx'}::{node.op_type}({attributes}) {dtype_of(first).name.lower()}"
 
 
-def _text(argument: torch.Tensor | None, pattern: Sequence[str]) -> str:
-    """Rounded sizes, and whether the elements lie in order, transposed, or otherwise."""
+def _describe(argument: torch.Tensor | None, pattern: Sequence[str]) -> str:
+    """Rounded sizes, and a letter unless contiguous: L channels_last, T transposed, S other strides."""
     if argument is None:
         return "-"
     shape = tuple(argument.shape)

@@ -17,10 +17,10 @@ from onnxtrain.native import background
 from onnxtrain.native.build import BuildError, is_intact, require_compiler
 from onnxtrain.system.cache_folder import cache_folder, scratch_folder
 
-_LIMIT_S = 1800  # for up to 25 s of a processor that the training leaves a quarter of
+_LIMIT_S = 1800  # a region takes up to 25 s of processor time, and training may leave it a quarter of a processor
 _process = Process()
 _refused: dict[str, str] = {}  # why a region has no kernel in this process, by the key of its request
-_refusing = threading.Lock()
+_refused_lock = threading.Lock()
 
 
 def build(requests: Sequence[Request], dump: Path | None = None) -> Iterator[tuple[Request, Path | BuildError]]:
@@ -34,25 +34,25 @@ def build(requests: Sequence[Request], dump: Path | None = None) -> Iterator[tup
         Each request with its library, or with the reason why it has none: it cannot be compiled, or `refuse` was
         called for it.
     """
-    with _process.used():
+    with _process.keep_alive():
         for request in requests:
-            yield request, _built(request, dump)
+            yield request, _build_one(request, dump)
 
 
 def refuse(request: Request, reason: str) -> None:
     """Run a region unfused in this process. Each reason is logged once."""
-    with _refusing:
+    with _refused_lock:
         is_new = reason not in _refused.values()
         _refused[request.key] = reason
     if is_new:
         warn(f"a fused kernel cannot be built; its operators run unfused: {reason}")
 
 
-def _built(request: Request, dump: Path | None) -> Path | BuildError:
+def _build_one(request: Request, dump: Path | None) -> Path | BuildError:
     if request.key in _refused:
         return BuildError(_refused[request.key])
     try:
-        library = _cached(request)
+        library = _cached_library(request)
         if dump is not None:
             folder = dump / library.stem
             folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def _built(request: Request, dump: Path | None) -> Path | BuildError:
         return BuildError(f"the folder of compiled regions cannot be used: {error}")
 
 
-def _cached(request: Request) -> Path:
+def _cached_library(request: Request) -> Path:
     """The path of the library in the cache; compiles it first if it is missing."""
     folder = cache_folder("regions")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

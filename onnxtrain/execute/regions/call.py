@@ -25,7 +25,7 @@ from onnxtrain.torch_compat import inductor
 Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 _TRIALS = 10  # timed calls of the kernel and of the nodes
 _CHECKED_SIZE = 3  # dynamic sizes in the check of a new kernel: odd, so that vectorized loops have a remainder
-# Triton's kernels count elements in 32 bits, and read so many bytes at once as an allocator's new memory allows.
+# Triton's kernels index elements with 32 bits, and their wide loads need the alignment of an allocator's new memory.
 _MOST_ON_GPU = 2**31 - 1
 _ALIGNED_BYTES = 16
 
@@ -72,23 +72,23 @@ class RegionCall:
             device: where it runs.
 
         Raises:
-            BuildError: the kernel does not compute what the nodes do, or gives an input out again.
+            BuildError: the kernel computes other results than the nodes, or returns an input.
         """
         self.part, self.kernel, self._device = part, kernel, device
         self._nodes = Program(part, "region", device).run
         self.chosen: str | None = "kernel"
         self._seconds: dict[str, list[float]] = {"kernel": [], "nodes": []}
-        places: dict[sizes.Size, tuple[int, int]] = {}
+        sources: dict[sizes.Size, tuple[int, int]] = {}  # (input, axis) of each dynamic size
         for index, value in enumerate(part.inputs):
             for axis, size in enumerate(sizes.dims_of(value)):
                 if isinstance(size, str):
-                    places.setdefault(size, (index, axis))
-        self._open = tuple(places.values())
+                    sources.setdefault(size, (index, axis))
+        self._dynamic_axes = tuple(sources.values())
         values = [*part.inputs, *(v for node in part.nodes for v in node.outputs)]
         shapes = {sizes.dims_of(v) for v in values}
-        if not {size for shape in shapes for size in shape if isinstance(size, str)} <= places.keys():
-            raise BuildError("a size inside the region does not follow from the sizes of its inputs")
-        self._shapes = [[s if isinstance(s, int) else places[s] for s in shape] for shape in shapes]
+        if not {size for shape in shapes for size in shape if isinstance(size, str)} <= sources.keys():
+            raise BuildError("a dimension inside the region does not follow from the shapes of its inputs")
+        self._shapes = [[s if isinstance(s, int) else sources[s] for s in shape] for shape in shapes]
         self.compare([[_CHECKED_SIZE if isinstance(n, str) else n for n in sizes.dims_of(v)] for v in part.inputs])
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -109,12 +109,12 @@ class RegionCall:
         for tensor in tensors:
             if not tensor.is_contiguous():
                 return False
-        for index, axis in self._open:
+        for index, axis in self._dynamic_axes:
             if tensors[index].size(axis) < LEAST_SIZE:
                 return False
-        return self._device.type == "cpu" or self._is_for_gpu(tensors)
+        return self._device.type == "cpu" or self._fits_gpu_kernel(tensors)
 
-    def _is_for_gpu(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def _fits_gpu_kernel(self, tensors: Sequence[torch.Tensor]) -> bool:
         for shape in self._shapes:
             if math.prod(s if isinstance(s, int) else tensors[s[0]].size(s[1]) for s in shape) > _MOST_ON_GPU:
                 return False
@@ -147,7 +147,7 @@ class RegionCall:
         """Compare the kernel with the nodes on random inputs of these shapes.
 
         Raises:
-            BuildError: the kernel does not compute what the nodes do, or gives an input out again.
+            BuildError: the kernel computes other results than the nodes, or returns an input.
         """
         generator = torch.Generator().manual_seed(0)
         dtypes = [TORCH_DTYPES[dtype_of(value)] for value in self.part.inputs]
@@ -155,19 +155,19 @@ class RegionCall:
         inputs = [t.to(self._device) for t in inputs]
         with torch.no_grad():
             try:
-                found = self.kernel(inputs)
+                results = self.kernel(inputs)
             except RuntimeError as error:
                 raise BuildError(f"the kernel raises an error: {error}") from error
             expected = self._nodes(inputs, ())[0]
             exact = self._nodes([t.double() for t in inputs], ())[0]
-        memory = [t.untyped_storage().data_ptr() for t in (*inputs, *found) if t.numel()]
+        memory = [t.untyped_storage().data_ptr() for t in (*inputs, *results) if t.numel()]
         if len(set(memory)) < len(memory):
             raise BuildError("a result of the kernel shares memory with an input or another result")
-        for got, own, wide in zip(found, expected, exact, strict=True):
-            if got.shape != own.shape or got.dtype != own.dtype:
+        for got, want, want64 in zip(results, expected, exact, strict=True):
+            if got.shape != want.shape or got.dtype != want.dtype:
                 raise BuildError(
-                    f"expected {own.dtype} {list(own.shape)} from the kernel, got {got.dtype} {list(got.shape)}"
+                    f"expected {want.dtype} {list(want.shape)} from the kernel, got {got.dtype} {list(got.shape)}"
                 )
-            off, allowed, _ = error_and_bound(got, own, wide)
-            if off > allowed:
-                raise BuildError(f"the kernel's error is {off:.2g}, the tolerance is {allowed:.2g}")
+            largest, bound, _ = error_and_bound(got, want, want64)
+            if largest > bound:
+                raise BuildError(f"the kernel's error is {largest:.2g}, the tolerance is {bound:.2g}")

@@ -1,8 +1,9 @@
 """The process that compiles regions: python -m onnxtrain.execute.regions.child CONNECTION.
 
-A region is traced as the program that its nodes would run as; PyTorch's AOTInductor makes C++ of the trace (and, for a
-GPU, Triton's kernels), and the C++ compiler a library. CONNECTION, the number of an open file, gives the names of
-folders that hold a request each. A folder gets the library, as `library.so`; the answer is the error, or "".
+A region is traced as the program of its nodes. PyTorch's AOTInductor compiles the trace to C++ (and, for a GPU, Triton
+kernels), and the C++ compiler builds a library. CONNECTION is a file descriptor, from which the process reads the names
+of folders with one request each. It writes the library to the folder, as `library.so`, and answers with the error, or
+"".
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class _Region(torch.nn.Module):
         self._program = program
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found, _ = self._program.run(tensors, ())
-        return found
+        results, _ = self._program.run(tensors, ())
+        return results
 
 
 def main(connection: Connection) -> None:
@@ -60,15 +61,15 @@ def main(connection: Connection) -> None:
 
 def compile_in(folder: Path) -> None:
     """Compile the request in a folder."""
-    model, beside = request.read(folder)
-    part, device = single_part(model), torch.device(beside["device"])
-    shapes = [_typical_shape(value, shape) for value, shape in zip(model.graph.inputs, beside["shapes"], strict=True)]
+    model, metadata = request.read_request(folder)
+    part, device = single_part(model), torch.device(metadata["device"])
+    shapes = [_typical_shape(value, shape) for value, shape in zip(model.graph.inputs, metadata["shapes"], strict=True)]
     region = _Region(Program(part, "region", device))
     with torch.no_grad():
         tensors, dims = _example(model, shapes, device)
         traced = torch.export.export(region, tensors, dynamic_shapes=(dims,), strict=False)
     package = folder / "package.pt2"
-    configs = {"cpp.threads": beside["threads"]}
+    configs = {"cpp.threads": metadata["threads"]}
     if device.type == "cuda":
         configs["aot_inductor.embed_kernel_binary"] = True  # one file, as on a CPU
     inductor.COMPILE_PACKAGE.get()(traced, package_path=str(package), inductor_configs=configs)

@@ -1,4 +1,4 @@
-"""The compiling process: started for the first region, it compiles one after the other and ends with the last."""
+"""The compiling process: it starts for the first region, compiles one at a time, and ends after the last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onnxtrain.native.build import BuildError
 _MODULE = "onnxtrain.execute.regions.child"
 
 
-class _Started(NamedTuple):
+class _Running(NamedTuple):
     child: subprocess.Popen[bytes]
     connection: Connection
     output: IO[bytes]
@@ -32,11 +32,11 @@ class Process:
     def __init__(self) -> None:
         self._users = 0
         self._lock = threading.Lock()
-        self._started: _Started | None = None
+        self._running: _Running | None = None
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Keep the process once it is started: importing Inductor takes as long as compiling a region."""
+    def keep_alive(self) -> Iterator[None]:
+        """Keep the process running once it is started: importing Inductor takes as long as compiling a region."""
         with self._lock:
             self._users += 1
         try:
@@ -48,7 +48,7 @@ class Process:
                     self._end()
 
     def compile(self, folder: Path, cache: Path, limit_s: float) -> None:
-        """Compile the request in a folder, and wait for the result. For one thread at a time, inside of `used`.
+        """Compile the request in a folder, and wait for the result. For one thread at a time, inside of `keep_alive`.
 
         Args:
             folder: holds the request.
@@ -58,9 +58,9 @@ class Process:
         Raises:
             BuildError: with the last lines of the output.
         """
-        if self._started is None:
-            self._started = _start(cache)
-        connection = self._started.connection
+        if self._running is None:
+            self._running = _start(cache)
+        connection = self._running.connection
         try:
             connection.send(str(folder))
             if not connection.poll(limit_s):
@@ -75,10 +75,10 @@ class Process:
 
     def _end(self) -> tuple[int, str]:
         """End the process; returns its status and the last lines of its output."""
-        if self._started is None:
+        if self._running is None:
             return 0, ""
-        child, connection, output = self._started
-        self._started = None
+        child, connection, output = self._running
+        self._running = None
         connection.close()
         with output:
             code = background.end(child)
@@ -86,7 +86,7 @@ class Process:
             return code, "\n".join(output.read().decode(errors="replace").strip().splitlines()[-5:])
 
 
-def _start(cache: Path) -> _Started:
+def _start(cache: Path) -> _Running:
     ours, theirs = Pipe()
     with theirs:
         command = [
@@ -94,8 +94,8 @@ def _start(cache: Path) -> _Started:
             "OMP_NUM_THREADS=1",
             "TORCHINDUCTOR_COMPILE_THREADS=1",
             f"TORCHINDUCTOR_CACHE_DIR={cache}",
-            f"PYTHONPATH={os.pathsep.join(sys.path)}",  # so that it imports the same packages
+            f"PYTHONPATH={os.pathsep.join(sys.path)}",  # to import the same packages
             *(sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())),
         ]
         output = tempfile.TemporaryFile()  # noqa: SIM115  # `_end` closes it
-        return _Started(background.start(command, output, (theirs.fileno(),)), ours, output)
+        return _Running(background.start(command, output, (theirs.fileno(),)), ours, output)

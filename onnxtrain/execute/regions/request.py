@@ -1,4 +1,4 @@
-"""A region as bytes that another process can compile, and that name its library in the cache."""
+"""A region as bytes that another process can compile; their hash names its library in the cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.cut import Part
 from onnxtrain.system.machine import current_machine
 
-# The files of a request, in a folder of its own, and that of its result.
-GRAPH, BESIDE, LIBRARY = "region.onnx", "region.json", "library.so"
-LEAST_SIZE = 2  # of open sizes: what is broadcast, and so the code, is another for 0 and 1
+# The files of a request and of its result, in a folder of its own.
+GRAPH, METADATA, LIBRARY = "region.onnx", "region.json", "library.so"
+LEAST_SIZE = 2  # of dynamic dimensions: 0 and 1 broadcast differently, and so need other code
 
 
 class Request:
@@ -31,20 +31,20 @@ class Request:
 
     Attributes:
         graph: its ONNX file.
-        beside: JSON: what the file cannot hold, and the sizes to optimize for.
-        key: names the library: what decides the code is hashed.
+        metadata: JSON: values that the file cannot contain, and the sizes to optimize for.
+        key: names the library: a hash of everything that determines its code.
     """
 
     def __init__(self, part: Part, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
-        """Writes the region down.
+        """Serialize the region.
 
         Args:
             part: the region.
-            shapes: of its inputs, in a usual call.
+            shapes: the shapes of its inputs in a typical call.
             device: where it runs.
 
         Raises:
-            GraphError: it holds what cannot be written.
+            GraphError: the region contains a value that cannot be serialized.
         """
         model = ir.Model(_graph(part), ir_version=IR_VERSION)
         try:
@@ -52,32 +52,32 @@ class Request:
         except NotStorableError as error:
             raise GraphError("the region cannot be written to a file", got=error) from error
         threads = torch.get_num_threads()
-        beside = {"known": known, "shapes": [list(s) for s in shapes], "threads": threads, "device": str(device)}
-        self.beside = json.dumps(beside)
-        # Without the shapes: sizes of another first call give the same library.
-        told = json.dumps([known, threads, current_machine().code_target, _kind(device), *versions()])
-        self.key = hashlib.sha256(self.graph + b"\0" + told.encode()).hexdigest()[:24]
+        metadata = {"known": known, "shapes": [list(s) for s in shapes], "threads": threads, "device": str(device)}
+        self.metadata = json.dumps(metadata)
+        # Without the shapes: the library is the same whatever the sizes of the first call.
+        determining = json.dumps([known, threads, current_machine().code_target, _device_kind(device), *versions()])
+        self.key = hashlib.sha256(self.graph + b"\0" + determining.encode()).hexdigest()[:24]
 
     def write(self, folder: Path) -> None:
         folder.joinpath(GRAPH).write_bytes(self.graph)
-        folder.joinpath(BESIDE).write_text(self.beside, encoding="utf-8")
+        folder.joinpath(METADATA).write_text(self.metadata, encoding="utf-8")
 
 
-def _kind(device: torch.device) -> tuple[str, ...]:
-    """What a library for a device runs on: every one of this kind."""
+def _device_kind(device: torch.device) -> tuple[str, ...]:
+    """The kind of a device: its library runs on any device of this kind."""
     if device.type == "cpu":
         return ("cpu",)
     return (device.type, torch.cuda.get_device_name(device), f"{torch.version.cuda} {torch.version.hip}")
 
 
-def read(folder: Path) -> tuple[ir.Model, dict[str, Any]]:
-    """What `write` wrote: the graph, and the JSON."""
-    beside = json.loads(folder.joinpath(BESIDE).read_text(encoding="utf-8"))
-    return from_bytes(folder.joinpath(GRAPH).read_bytes(), beside["known"]), beside
+def read_request(folder: Path) -> tuple[ir.Model, dict[str, Any]]:
+    """Read the graph and the metadata that `Request.write` wrote."""
+    metadata = json.loads(folder.joinpath(METADATA).read_text(encoding="utf-8"))
+    return from_bytes(folder.joinpath(GRAPH).read_bytes(), metadata["known"]), metadata
 
 
 def _graph(part: Part) -> ir.Graph:
-    """The region's nodes as a graph of their own, with names that do not depend on the model that it comes from."""
+    """The region's nodes as a graph, with names that do not depend on the model."""
     values = {value: traversal.clone_value(value) for value in part.inputs}
     read = dict.fromkeys(v for node in part.nodes for v in node.inputs)
     constants = [v for v in read if v is not None and v.const_value is not None]
@@ -94,8 +94,8 @@ def _graph(part: Part) -> ir.Graph:
         value.name = f"v{number}"
         value.metadata_props.clear()
         value.meta.pop("sizes", None)  # of the model
-        own = [d if isinstance(d, int) else symbols.setdefault(d, f"s{len(symbols)}") for d in sizes.dims_of(value)]
-        value.shape = sizes.shape(own)
+        dims = [d if isinstance(d, int) else symbols.setdefault(d, f"s{len(symbols)}") for d in sizes.dims_of(value)]
+        value.shape = sizes.shape(dims)
     for value in constants:
         graph.register_initializer(values[value])
     graph.outputs.extend(values[v] for v in part.outputs if v is not None)
