@@ -170,8 +170,8 @@ def fused_programs(monkeypatch: pytest.MonkeyPatch) -> list[FusedProgram]:
 def wait_for(programs: Sequence[FusedProgram]) -> None:
     """Until all that is under way is compiled."""
     for program in programs:
-        if program._work is not None:
-            program._work.join()
+        if program._thread is not None:
+            program._thread.join()
 
 
 class Trained:
@@ -201,5 +201,5 @@ class Trained:
         """Steps until the compiler, which is made up, has done its work."""
         for _ in range(4):
             self.check(3, 5)
-        assert all(program._work is not None for program in self.programs)
+        assert all(program._thread is not None for program in self.programs)
         wait_for(self.programs)

@@ -528,7 +528,7 @@ def report_of(model: nn.Module) -> CompileReport:
 @pytest.mark.parametrize(
     ("module", "options", "reason"),
     [
-        (Foreign(), {}, "it may draw random numbers"),
+        (Foreign(), {}, "it may sample on the host"),
         (Selected(), {}, "its results determine sizes"),
         (Called(), {}, "it runs the user's Python"),
         (nn.Linear(3, 3), {"memory_budget_bytes": 10**6}, "which memory_budget_bytes does not count"),

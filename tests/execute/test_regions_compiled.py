@@ -117,8 +117,8 @@ TRAINS = """
         x.grad = None
         module(x).square().sum().backward()
         for program in programs:
-            if program._work is not None:
-                program._work.join()
+            if program._thread is not None:
+                program._thread.join()
     calls = sum(len(program.calls) for program in programs)
     print(json.dumps({"compiled": len(compiled), "calls": calls, "gradient": x.grad.tolist()}))
 """
