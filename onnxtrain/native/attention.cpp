@@ -21,7 +21,7 @@ static inline void tile(int64_t depth, const T *a, int64_t am, int64_t ak, const
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) sums[i][j] = ADD ? load<T>(c + i * cm + j * LANES<T>) : Vec<T>{};
-    add_matmul<T, M, N>(depth, a, am, ak, b, bk, sums);
+    add_matmul(depth, a, am, ak, b, bk, sums);
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) store<T>(c + i * cm + j * LANES<T>, sums[i][j]);

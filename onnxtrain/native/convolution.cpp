@@ -86,8 +86,8 @@ static __attribute__((noinline)) void add_block(const Blocks &b, int64_t first, 
     for (int64_t u = 0; u < count; u++) {
         const float *from = x + u * b.read_rows * b.read_columns * HEIGHT, *with = dy + u * b.unit_rows * b.columns.out * WIDE;
         for (int64_t r = 0; r < b.rows_of(first + u); r++)
-            add_matmul<float, HEIGHT, ACROSS>(b.columns.out, from + r * b.rows.stride * b.read_columns * HEIGHT, 1,
-                                               b.columns.stride * HEIGHT, with + r * b.columns.out * WIDE, WIDE, tile);
+            add_matmul(b.columns.out, from + r * b.rows.stride * b.read_columns * HEIGHT, 1, b.columns.stride * HEIGHT,
+                       with + r * b.columns.out * WIDE, WIDE, tile);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < HEIGHT; i++)

@@ -57,7 +57,7 @@ static __attribute__((noinline)) void multiply(int64_t count, const float *a, in
         __builtin_prefetch(y + i * y_stride, 1);
         __builtin_prefetch(y + i * y_stride + width - 1, 1);
     }
-    add_matmul<float, HEIGHT, ACROSS>(count, a, a_stride, 1, panel, WIDE, tile);
+    add_matmul(count, a, a_stride, 1, panel, WIDE, tile);
     each_vector_of_tile<HEIGHT>(width, [&](int i, int j, auto n) {
         store_first<float>(y + i * y_stride + j * LANES<float>, n, tile[i][j] + start(i, j, n));
     });

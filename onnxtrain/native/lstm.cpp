@@ -58,7 +58,7 @@ template <class T, int M>
 static void units_forward(const Sizes &z, const T *previous_h, const T *packed, int64_t unit, T *gates, const T *cell, T *state, T *y) {
     const int64_t h = z.hidden;
     Vec<T> sums[M][GATES] = {};
-    add_matmul<T, M, GATES>(h, previous_h, h, 1, packed, GATES * LANES<T>, sums);
+    add_matmul(h, previous_h, h, 1, packed, GATES * LANES<T>, sums);
     each_vector<T>(unit, std::min(unit + LANES<T>, h), [&](int64_t, auto n) {
         for (int r = 0; r < M; r++) {
             T *unit_gates = gates + r * GATES * h + unit;
@@ -133,7 +133,7 @@ static void gates_backward(const Sizes &z, int64_t begin, int64_t end, const T *
 template <class T, int M, int N>
 static void states_backward(const Sizes &z, const T *dgates, const T *packed, int64_t unit, T *dh) {
     Vec<T> sums[M][N] = {};
-    add_matmul<T, M, N>(GATES * z.hidden, dgates, GATES * z.hidden, 1, packed, N * LANES<T>, sums);
+    add_matmul(GATES * z.hidden, dgates, GATES * z.hidden, 1, packed, N * LANES<T>, sums);
     for (int r = 0; r < M; r++)
         each_vector<T>(unit, std::min(unit + N * LANES<T>, z.hidden), [&](int64_t at, auto n) {
             store_first<T>(dh + r * z.hidden + at, n, sums[r][(at - unit) / LANES<T>]);

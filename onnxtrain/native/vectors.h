@@ -75,20 +75,6 @@ template <class T, class F> static inline T reduce_lanes(Vec<T> x, const F &f) {
 template <class T> static inline T sum_of(Vec<T> x) { return reduce_lanes<T>(x, [](T a, T b) { return a + b; }); }
 template <class T> static inline T maximum_of(Vec<T> x) { return reduce_lanes<T>(x, [](T a, T b) { return b > a ? b : a; }); }
 
-// The inner loop of every GEMM: sums[M][N vectors] += a[M, depth] @ b[depth, N vectors]; element [i, l] of a is at
-// i * am + l * ak, row l of b at l * bk.
-template <class T, int M, int N>
-static inline void add_matmul(int64_t depth, const T *a, int64_t am, int64_t ak, const T *b, int64_t bk, Vec<T> (&sums)[M][N]) {
-    for (int64_t l = 0; l < depth; l++) {
-        Vec<T> row[N];
-        for (int j = 0; j < N; j++) row[j] = load<T>(b + l * bk + j * LANES<T>);
-        for (int i = 0; i < M; i++) {
-            const T factor = a[i * am + l * ak];
-            for (int j = 0; j < N; j++) sums[i][j] += factor * row[j];
-        }
-    }
-}
-
 // a0 b0 a1 b1 ...: interleaves the lower halves of a and b, or the upper halves.
 template <class T, bool UPPER, int... I> static inline Vec<T> interleaved(Vec<T> a, Vec<T> b, std::integer_sequence<int, I...>) {
 #if defined(__clang__)

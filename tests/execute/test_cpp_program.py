@@ -143,25 +143,49 @@ def test_every_op_that_is_written(part: int, dtype: torch.dtype) -> None:
     assert check_cases(CASES[part::8], dtype, compiled_call) > 20
 
 
-TRANSPOSED = {"float": torch.float32, "double": torch.float64, "int64_t": torch.int64}
+ELEMENTS = {"float": torch.float32, "double": torch.float64, "int64_t": torch.int64}
+
+
+def library_of(texts: Sequence[str]) -> Any:
+    """The compiled functions `run_0`, `run_1`, … of these definitions."""
+    signatures = {f"{NAME}_{i}": "p" for i in range(len(texts))}
+    library = Library("cpp-program-test", Function("\n".join(texts), (), ()).source, signatures, short=True)
+    assert library.wait(), library.failure
+    return library.functions
+
+
+@pytest.mark.parametrize("c_type", ["float", "double"])
+def test_gemms_with_and_without_remainders(c_type: str) -> None:
+    """Full tiles, full vectors and single columns. Sums of small integers are exact in any order."""
+    sizes = [(m, n, k) for m in (1, 4, 7) for n in (1, 8, 16, 31, 32, 45, 80) for k in (1, 9)]
+    texts = [
+        f'extern "C" void {NAME}_{i}(void* const* p) {{ gemm<{c_type}, {m}, {n}, {k}, 1, {m}, {n + 2}, {n}>'
+        f"((const {c_type}*)p[0], (const {c_type}*)p[1], ({c_type}*)p[2]); }}"
+        for i, (m, n, k) in enumerate(sizes)
+    ]
+    functions, dtype = library_of(texts), ELEMENTS[c_type]
+    for i, (m, n, k) in enumerate(sizes):
+        a, b = torch.randint(-9, 10, (k, m)).to(dtype).t(), torch.randint(-9, 10, (k, n + 2)).to(dtype)[:, :n]
+        product = torch.full((m + 1, n), -1, dtype=dtype)
+        getattr(functions, f"{NAME}_{i}")((ctypes.c_void_p * 3)(a.data_ptr(), b.data_ptr(), product.data_ptr()))
+        assert torch.equal(product[:m], a @ b), sizes[i]
+        assert (product[m] == -1).all(), "written past the end"
 
 
 def test_transposed_matrices() -> None:
-    """By blocks and what is left of them, of any element type, out of longer rows too."""
+    """Full blocks and remainders, of each element type, also from rows with a gap between them."""
     sizes = [(1, 1), (3, 5), (16, 16), (17, 33), (40, 7), (8, 64), (63, 18)]
-    kinds = [(c_type, r, c, r + gap) for c_type in TRANSPOSED for r, c in sizes for gap in (0, 3)]
+    kinds = [(c_type, r, c, r + gap) for c_type in ELEMENTS for r, c in sizes for gap in (0, 3)]
     texts = [
         f'extern "C" void {NAME}_{i}(void* const* p) '
         f"{{ transpose<{c_type}, {r}, {c}, {stride}>((const {c_type}*)p[0], ({c_type}*)p[1]); }}"
         for i, (c_type, r, c, stride) in enumerate(kinds)
     ]
-    signatures = {f"{NAME}_{i}": "p" for i in range(len(kinds))}
-    library = Library("cpp-program-test", Function("\n".join(texts), (), ()).source, signatures, short=True)
-    assert library.wait(), library.failure
+    functions = library_of(texts)
     for i, (c_type, r, c, stride) in enumerate(kinds):
-        matrix = torch.arange(c * stride).to(TRANSPOSED[c_type]).view(c, stride)
+        matrix = torch.arange(c * stride).to(ELEMENTS[c_type]).view(c, stride)
         transposed = torch.full((r + 1, c), -1, dtype=matrix.dtype)
-        getattr(library.functions, f"{NAME}_{i}")((ctypes.c_void_p * 2)(matrix.data_ptr(), transposed.data_ptr()))
+        getattr(functions, f"{NAME}_{i}")((ctypes.c_void_p * 2)(matrix.data_ptr(), transposed.data_ptr()))
         assert torch.equal(transposed[:r], matrix[:, :r].t()), kinds[i]
         assert (transposed[r] == -1).all(), "written past the end"
 

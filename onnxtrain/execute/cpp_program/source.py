@@ -15,6 +15,7 @@ from onnxtrain.execute.cpp_program.arrays import Array, Shape, UnsupportedError,
 from onnxtrain.execute.cpp_program.emitters import emitter_of
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
+from onnxtrain.native import read_sources
 
 NAME = "run"
 LARGEST = 1 << 17  # elements of all intermediates: they fit into the L2 cache of a core
@@ -26,7 +27,7 @@ class Function:
     """The function of a graph.
 
     Attributes:
-        text: its C++, to be compiled after `matmul.h`. It takes an array of pointers.
+        text: its C++, to be compiled after the headers of `source`. It takes an array of pointers.
         inputs: indices of the graph's inputs whose pointers come first.
         outputs: indices of the graph's outputs that it writes; their pointers follow.
     """
@@ -37,8 +38,8 @@ class Function:
 
     @property
     def source(self) -> str:
-        header = Path(__file__).with_name("matmul.h").read_text(encoding="utf-8")
-        return f"#include <cmath>\n#include <cstdint>\n#include <cstring>\n#include <utility>\n\n{header}\n{self.text}"
+        matmul = Path(__file__).with_name("matmul.h").read_text(encoding="utf-8")
+        return f"#include <cmath>\n\n{read_sources('vectors.h', 'gemm_tile.h')}\n{matmul}\n{self.text}"
 
 
 def emit_function(graph: ir.Graph, passed_through: Mapping[int, int]) -> Function:

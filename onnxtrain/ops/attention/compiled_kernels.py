@@ -47,7 +47,7 @@ _C_TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bf
 
 def _library(c_type: str) -> Library:
     sum_type = "double" if c_type == "double" else "float"
-    source = read_sources("vectors.h", "exponential.h", "keyed_bits.h", "attention.cpp")
+    source = read_sources("vectors.h", "gemm_tile.h", "exponential.h", "keyed_bits.h", "attention.cpp")
     return Library(
         f"attention-{c_type}",
         f"{source}\nFUNCTIONS({c_type}, {c_type}, {sum_type})\n",

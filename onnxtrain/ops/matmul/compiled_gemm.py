@@ -7,7 +7,7 @@ import torch
 from onnxtrain.native import Library, pointers, read_sources
 from onnxtrain.ops import huge_pages
 
-LIBRARY = Library("gemm", read_sources("vectors.h", "tiles.h", "gemm.cpp"), {"gemm": "ppppiiiiiii"})
+LIBRARY = Library("gemm", read_sources("vectors.h", "gemm_tile.h", "tiles.h", "gemm.cpp"), {"gemm": "ppppiiiiiii"})
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:

@@ -24,7 +24,7 @@ _CPP_TYPES = {torch.float32: "float", torch.float64: "double"}
 _FEWEST_HIDDEN = 16  # units: the lanes of a vector
 LIBRARY = Library(
     "lstm",
-    read_sources("vectors.h", "exponential.h", "lstm.cpp"),
+    read_sources("vectors.h", "gemm_tile.h", "exponential.h", "lstm.cpp"),
     {
         f"{direction}_{cpp_type}": f"{pointers}iiiii"
         for cpp_type in _CPP_TYPES.values()
