@@ -15,7 +15,9 @@ import torch
 
 from onnxtrain.native import Library, pointers, read_sources
 
-LIBRARY = Library("convolution", read_sources("vectors.h", "gemm_tile.h", "tiles.h", "convolution.cpp"), {"weight_gradient": "ppppi"})
+LIBRARY = Library(
+    "convolution", read_sources("vectors.h", "gemm_tile.h", "tiles.h", "convolution.cpp"), {"weight_gradient": "ppppi"}
+)
 
 
 def weight_gradient(
