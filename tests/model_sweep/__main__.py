@@ -1,0 +1,49 @@
+"""Train every class of transformers' auto mappings, small, in onnxtrain and in eager PyTorch.
+
+python -m tests.model_sweep                       all of them
+python -m tests.model_sweep --only Gpt2 Bert      those whose names contain one of these
+python -m tests.model_sweep --every 3             each third
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.model_sweep.catalog import entries
+from tests.model_sweep.isolated import isolated
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the sweep; the exit status is 1 where a class is wrong, raises, crashes or hangs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=(), help="parts of names")
+    parser.add_argument("--every", type=int, default=1, help="each n-th class")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--limit", type=float, default=240, help="seconds a class may take")
+    parser.add_argument("--out", type=Path, default=Path("build/model-sweep.jsonl"), help="the outcomes, one a line")
+    options = parser.parse_args(arguments)
+    chosen = [e for e in entries() if not options.only or any(part.lower() in e.name.lower() for part in options.only)]
+    chosen = chosen[:: options.every]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    counts: collections.Counter[str] = collections.Counter()
+    with ThreadPoolExecutor(options.jobs) as threads, options.out.open("w") as file:
+        for outcome in threads.map(lambda entry: isolated(entry, options.limit), chosen):
+            counts[outcome.kind] += 1
+            file.write(json.dumps(asdict(outcome)) + "\n")
+            file.flush()
+            first = f"{outcome.first_s:6.2f} s" if outcome.first_s else "        "
+            print(f"{sum(counts.values()):4} {outcome.kind:8} {first} {outcome.entry.name}  {outcome.detail}", flush=True)
+    print(dict(counts))
+    return int(any(counts[kind] for kind in ("wrong", "error", "crash", "hang")))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

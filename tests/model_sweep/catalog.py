@@ -1,0 +1,58 @@
+"""The classes of models to sweep: those that the auto mappings of transformers name, by task."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+# Task: the mappings that list its classes. The base models (MODEL_MAPPING) are inside these.
+_TASKS = {
+    "language": ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    "masked language": ("MASKED_LM",),
+    "sequence classification": ("SEQUENCE_CLASSIFICATION",),
+    "token classification": ("TOKEN_CLASSIFICATION",),
+    "question answering": ("QUESTION_ANSWERING", "TABLE_QUESTION_ANSWERING"),
+    "multiple choice": ("MULTIPLE_CHOICE", "NEXT_SENTENCE_PREDICTION"),
+    "pretraining": ("PRETRAINING",),
+    "image classification": ("IMAGE_CLASSIFICATION", "MASKED_IMAGE_MODELING", "CAUSAL_IMAGE_MODELING"),
+    "image to image": ("IMAGE_TO_IMAGE", "DEPTH_ESTIMATION"),
+    "segmentation": ("SEMANTIC_SEGMENTATION", "IMAGE_SEGMENTATION", "INSTANCE_SEGMENTATION", "UNIVERSAL_SEGMENTATION"),
+    "detection": ("OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "KEYPOINT_DETECTION"),
+    "video": ("VIDEO_CLASSIFICATION",),
+    "backbone": ("BACKBONE",),
+    "audio": ("AUDIO_CLASSIFICATION", "AUDIO_FRAME_CLASSIFICATION", "AUDIO_XVECTOR"),
+    "speech": ("CTC", "SPEECH_SEQ_2_SEQ", "TEXT_TO_SPECTROGRAM"),
+    "image and text": (
+        "IMAGE_TEXT_TO_TEXT",
+        "VISUAL_QUESTION_ANSWERING",
+        "DOCUMENT_QUESTION_ANSWERING",
+        "ZERO_SHOT_IMAGE_CLASSIFICATION",
+        "RETRIEVAL",
+    ),
+    "time series": ("TIME_SERIES_CLASSIFICATION", "TIME_SERIES_PREDICTION", "TIME_SERIES_REGRESSION"),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A class of transformers to sweep."""
+
+    name: str
+    task: str
+    config: str
+
+
+def entries() -> list[Entry]:
+    """Every class once, with the first task that lists it, in the order of tasks and names."""
+    mappings = importlib.import_module("transformers.models.auto.modeling_auto")
+    configs = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    found: dict[str, Entry] = {}
+    for task, names in _TASKS.items():
+        for name in names:
+            table = getattr(mappings, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
+            for model_type, classes in table.items():
+                for cls in (classes,) if isinstance(classes, str) else classes:
+                    if model_type in configs:
+                        found.setdefault(cls, Entry(cls, task, configs[model_type]))
+    order = {task: i for i, task in enumerate(_TASKS)}
+    return sorted(found.values(), key=lambda e: (order[e.task], e.name))

@@ -1,0 +1,158 @@
+"""Train one class of models in onnxtrain and in eager PyTorch, and say what came of it."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+import transformers
+
+from onnxtrain.frontend.ort_module import engine_of
+from tests.model_sweep.catalog import Entry
+from tests.model_sweep.example_calls import example_call
+from tests.model_sweep.overrides import OVERRIDES
+from tests.model_sweep.small_configs import small_config
+from tests.zoo.checks import Comparison, Result, Side, fallbacks, leaves
+from tests.zoo.entry import Call, Draw, ZooModel, wide
+
+SIZES = ((2, 9), (3, 12))
+_MOST_PARAMETERS = 14_000_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a class.
+
+    Attributes:
+        entry: the class.
+        kind: "graph" (one graph, equal to eager), "pieces", "pytorch", "wrong", "error" (ours raises, eager does not),
+            "crash" or "hang" of the process, "unset" (eager does not run with these arguments).
+        detail: the reason.
+        first_s: seconds of the first training step.
+        eager_first_s: eager's.
+        captures: how many graphs were captured for the calls in train mode.
+    """
+
+    entry: Entry
+    kind: str
+    detail: str = ""
+    first_s: float = 0.0
+    eager_first_s: float = 0.0
+    captures: int = 0
+
+
+def trained(entry: Entry) -> Outcome:
+    """Train two steps at two sizes, then evaluate; all is compared by the one tolerance."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    try:
+        model = _zoo_model(entry)
+        eager = _Side(model, torch.float32, None)
+        for size in SIZES:
+            eager.train(*size)
+    except Exception as error:  # noqa: BLE001  # whatever a model raises that gets arguments it does not know
+        return Outcome(entry, "unset", _summary(error))
+    return _compared(entry, model)
+
+
+def _compared(entry: Entry, model: ZooModel) -> Outcome:
+    compare = Comparison(model, torch.float32)
+    for side in compare.sides():
+        side.__class__ = _Side
+    if hasattr(compare.exact.module, "set_experts_implementation"):
+        compare.exact.module.set_experts_implementation("eager")  # torch._grouped_mm takes no float64
+    outcome = Outcome(entry, "graph")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for size in SIZES:
+                compare.train(*size)
+            compare.change(torch.nn.Module.eval)
+            compare.forward(*SIZES[1])
+        except AssertionError as error:
+            outcome = Outcome(entry, "wrong", _summary(error))
+        except Exception as error:  # noqa: BLE001  # any error of ours is a finding
+            outcome = Outcome(entry, "error", _summary(error, lines=True))
+    texts = fallbacks(caught)
+    if texts and outcome.kind == "graph":
+        outcome = Outcome(entry, "pieces" if "but in pieces" in texts[0] else "pytorch", _reason(texts[0]))
+    first, eager_first = (vars(side).get("first_s", 0.0) for side in (compare.got, compare.eager))
+    return replace(outcome, first_s=first, eager_first_s=eager_first, captures=engine_of(compare.got.run).captures)
+
+
+class _Side(Side):
+    """A side whose calls start with the same state of Python's and numpy's generators, and whose first step is timed."""
+
+    first_s: float
+
+    def train(self, batch: int, length: int) -> Result:
+        """A call and its backward."""
+        start = time.perf_counter()
+        result = super().train(batch, length)
+        vars(self).setdefault("first_s", time.perf_counter() - start)
+        return result
+
+    def call(self, batch: int, length: int) -> Any:
+        """A call."""
+        random.seed(5)
+        numpy.random.seed(5)
+        return super().call(batch, length)
+
+
+def _zoo_model(entry: Entry) -> ZooModel:
+    config_class = getattr(transformers, entry.config)
+    config = small_config(config_class, OVERRIDES.get(entry.config))
+    with torch.device("meta"):
+        probe = getattr(transformers, entry.name)(config)
+    count = sum(p.numel() for p in probe.parameters())
+    if count > _MOST_PARAMETERS:
+        raise ValueError(f"{count:,} parameters: not small")
+
+    def make() -> torch.nn.Module:
+        module: torch.nn.Module = getattr(transformers, entry.name)(copy.deepcopy(config))
+        return module
+
+    def call(draw: Draw, batch: int, length: int) -> Call:
+        return example_call(probe, draw, batch, length)
+
+    return ZooModel(entry.name, make, call, loss=_loss, sizes=SIZES)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    """The model's own loss, or the outputs times fixed random cotangents."""
+    loss = output.get("loss") if isinstance(output, dict) else None
+    return loss if isinstance(loss, torch.Tensor) else _weighted(output)
+
+
+def _weighted(output: Any) -> torch.Tensor:
+    draw = Draw(3)
+    parts = [(wide(t) * draw.floats(*t.shape).to(wide(t).dtype)).mean() for t in _results(output)]
+    if not parts:
+        raise LookupError("no result has a gradient")
+    return torch.stack([p.to(parts[0].dtype) for p in parts]).sum()
+
+
+def _results(output: Any) -> Iterator[torch.Tensor]:
+    for _, leaf in leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.numel():
+            yield leaf
+
+
+def _summary(error: BaseException, lines: bool = False) -> str:
+    text = f"{type(error).__name__}: {str(error).strip()}".replace("\n", " ")[:300]
+    if not lines:
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{text} ({frame.filename.rpartition('onnxtrain/')[2]}:{frame.lineno})"
+
+
+def _reason(text: str) -> str:
+    return " ".join(text.split())[:300]
