@@ -232,3 +232,15 @@ def test_a_computed_size_that_is_1_at_some_sizes(name: str, sizes: tuple[tuple[i
     with compared(model(COMPUTED[name]), captures=None) as compare:
         for batch, length in sizes:
             compare.train(batch, length)
+
+
+def test_a_size_that_a_guard_fixes_is_no_size_of_another_capture() -> None:
+    """The second capture has the same nodes, with 25 where the first has 9."""
+
+    def sorted_pairs(x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.cartesian_prod(x[:, 0, 0], x[:, 0, 0])
+        return torch.take_along_dim(pairs, pairs.argsort(0), 0)
+
+    with compared(model(sorted_pairs), captures=None) as compare:
+        for batch in (3, 5, 3):
+            compare.train(batch, 4)

@@ -213,9 +213,17 @@ class Guards:
         """Whether the captured graphs compute the same at all sizes."""
         if self._proof is None or other._proof is None or self.elements or other.elements:
             return False
+        if self._fixed_expressions() != other._fixed_expressions():
+            return False
         return self.dynamic_dims == other.dynamic_dims and same_graph(
             self._proof, other._proof, frozenset(), shapes=True
         )
+
+    def _fixed_expressions(self) -> set[Any]:
+        """Return the conditions that fix an expression to a number, which the converted graph has in its place."""
+        variables = {symbol: sympy.Symbol(f"s{i}_{d}", integer=True) for symbol, (i, d) in self._symbols.items()}
+        equalities = (c.expr for c in self._conditions if isinstance(c.expr, sympy.Eq))
+        return {expr.xreplace(variables) for expr in equalities if any(side.is_Integer for side in expr.args)}
 
     @property
     def exported(self) -> Proof | None:
