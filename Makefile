@@ -6,7 +6,9 @@
 #   make docs             builds the documentation into build/docs; a warning or a broken link is an error
 #   make fuzz MINUTES=5   random programs, in onnxtrain and in eager PyTorch
 #   make faults           known faults, put back one at a time: which tests notice them
-#   make matrix        tests in other environments: folders, instruction sets, threads, no compiler, no network, ...
+#   make test-gpu-plans   what a step would launch on a GPU, on fake tensors: installs PyTorch's CUDA build, 5 GB
+#   make model-sweep      every class of transformers' auto mappings, small, in onnxtrain and in eager PyTorch
+#   make matrix           tests in other environments: folders, instruction sets, threads, no compiler, no network, ...
 #   make bench            measures
 #
 # PYTHON names the interpreter, JOBS the number of test processes, ARGS further arguments of the program that is run.
@@ -21,7 +23,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=15
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: demo test run-tests test-all matrix faults docs fuzz bench lint format clean
+.PHONY: demo test run-tests test-all test-gpu-plans model-sweep matrix faults docs fuzz bench lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -36,6 +38,14 @@ run-tests:
 
 test-all: lint docs $(VENV)/.browser $(VENV)/.cpp
 	$(PYTEST) --slow $(ARGS)
+
+# `===` is the same version of any build: `==` may find a CPU build first.
+test-gpu-plans:
+	$(MAKE) --no-print-directory VENV=.venv-cuda TORCH='=$(TORCH)' .venv-cuda/.dev
+	.venv-cuda/bin/pytest --slow -n0 tests/gpu_without_one $(ARGS)
+
+model-sweep: $(VENV)/.dev
+	$(BIN)/python -m tests.model_sweep --jobs $(JOBS) $(ARGS)
 
 docs: $(VENV)/.docs
 	rm -rf build/docs

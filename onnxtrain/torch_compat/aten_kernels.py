@@ -245,6 +245,88 @@ def has_cpu_flash() -> bool:
     return CPU_FLASH.is_available and CPU_FLASH_GRAD.is_available and SDP_CHOICE.is_available
 
 
+_WITHOUT_GPU_KERNEL = "attention on a GPU holds all scores in memory"
+gpu_flash = Internal[Callable[..., Any]](
+    "gpu_flash",
+    lambda: _ATEN._scaled_dot_product_flash_attention.default,
+    why="flash attention on a GPU, with its logsumexp and the state of its dropout",
+    without=missing("gpu_flash"),
+    cost=_WITHOUT_GPU_KERNEL,
+    check=takes(
+        "_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale", 9
+    ),
+)
+gpu_flash_grad = Internal[Callable[..., Any]](
+    "gpu_flash_grad",
+    lambda: _ATEN._scaled_dot_product_flash_attention_backward.default,
+    why="the gradient of gpu_flash",
+    without=missing("gpu_flash_grad"),
+    cost=_WITHOUT_GPU_KERNEL,
+    check=takes(
+        "_scaled_dot_product_flash_attention_backward",
+        "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
+        "philox_offset scale",
+        3,
+    ),
+)
+gpu_efficient = Internal[Callable[..., Any]](
+    "gpu_efficient",
+    lambda: _ATEN._scaled_dot_product_efficient_attention.default,
+    why="memory-efficient attention on a GPU, with its logsumexp and the state of its dropout",
+    without=missing("gpu_efficient"),
+    cost=_WITHOUT_GPU_KERNEL,
+    check=takes(
+        "_scaled_dot_product_efficient_attention",
+        "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
+        4,
+    ),
+)
+gpu_efficient_grad = Internal[Callable[..., Any]](
+    "gpu_efficient_grad",
+    lambda: _ATEN._scaled_dot_product_efficient_attention_backward.default,
+    why="the gradient of gpu_efficient",
+    without=missing("gpu_efficient_grad"),
+    cost=_WITHOUT_GPU_KERNEL,
+    check=takes(
+        "_scaled_dot_product_efficient_attention_backward",
+        "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask "
+        "is_causal scale",
+        4,
+    ),
+)
+gpu_cudnn = Internal[Callable[..., Any]](
+    "gpu_cudnn",
+    lambda: _ATEN._scaled_dot_product_cudnn_attention.default,
+    why="cuDNN's attention, with its logsumexp and the state of its dropout",
+    without=missing("gpu_cudnn"),
+    cost=_WITHOUT_GPU_KERNEL,
+    check=takes(
+        "_scaled_dot_product_cudnn_attention",
+        "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
+        9,
+    ),
+)
+gpu_cudnn_grad = Internal[Callable[..., Any]](
+    "gpu_cudnn_grad",
+    lambda: _ATEN._scaled_dot_product_cudnn_attention_backward.default,
+    why="the gradient of gpu_cudnn",
+    without=missing("gpu_cudnn_grad"),
+    cost=_WITHOUT_GPU_KERNEL,
+    check=takes(
+        "_scaled_dot_product_cudnn_attention_backward",
+        "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
+        "dropout_p is_causal scale",
+        3,
+    ),
+)
+
+
+def has_gpu_attention() -> bool:
+    """Whether all of PyTorch's attention kernels for a GPU are there, and the question which of them it takes."""
+    kernels = (gpu_flash, gpu_flash_grad, gpu_efficient, gpu_efficient_grad, gpu_cudnn, gpu_cudnn_grad, SDP_CHOICE)
+    return all(kernel.is_available for kernel in kernels)
+
+
 varlen_flash = Internal[Callable[..., Any]](
     "varlen_flash",
     lambda: _ATEN._flash_attention_forward.default,

@@ -19,10 +19,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention import SDPBackend
 
 from onnxtrain.capture import refusals, structure
 from onnxtrain.capture.key import key, snapshot, surroundings
 from onnxtrain.execute import program
+from onnxtrain.torch_compat import aten_kernels
 
 needs_cuda_build = pytest.mark.skipif(
     torch.version.cuda is None or torch.cuda.is_available(),
@@ -74,13 +76,34 @@ def fake_gpu(mode: FakeTensorMode) -> Iterator[None]:
             (key, "PLAIN_TENSORS"),
             (snapshot, "PLAIN_TENSORS"),
             (surroundings, "PLAIN_TENSORS"),
-            (structure, "_PLAIN_TENSORS"),
+            (structure, "PLAIN_TENSORS"),
         ):
             stack.enter_context(unittest.mock.patch.object(module, name, getattr(module, name) | {FakeTensor}))
         made = program.constant_tensor
+        stack.enter_context(unittest.mock.patch.object(aten_kernels.SDP_CHOICE, "get", return_value=_attention_backend))
         on_gpu = lambda value: _Constant(made(value), mode)
         stack.enter_context(unittest.mock.patch.object(program, "constant_tensor", on_gpu))
         yield
+
+
+def _attention_backend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> int:
+    """Which kernel `_fused_sdp_choice` names for an H100; it asks the driver. From PyTorch 2.13's sdp_utils.cpp."""
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if half and mask is None and q.size(-1) == v.size(-1) <= 256 and not (is_causal and q.size(2) != k.size(2)):
+        return int(SDPBackend.FLASH_ATTENTION.value)
+    if not enable_gqa and (half or q.dtype == torch.float32):
+        return int(SDPBackend.EFFICIENT_ATTENTION.value)
+    return int(SDPBackend.MATH.value)
 
 
 class _Constant:

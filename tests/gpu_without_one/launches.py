@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,14 +136,14 @@ def onnxtrain_step(
     """Capture a module on fake CUDA tensors, and run its programs; nothing falls back.
 
     Args:
-        make_module: makes the module on the default device.
-        make_inputs: makes the keyword arguments of a call on the default device; its first result is the loss.
+        make_module: makes the module.
+        make_inputs: makes the keyword arguments of a call, all tensors; its first result is the loss.
         autocast: the dtype of CUDA autocast; None without.
         options: of ORTModule.
     """
     mode = fake_mode()
-    with mode, torch.device("cuda"):
-        module, inputs = make_module().train(), make_inputs()
+    module = _on_gpu(make_module().train(), mode)
+    inputs = {name: _fake(tensor, mode) for name, tensor in make_inputs().items()}
     wrapped = ORTModule(module, fallback_policy="FALLBACK_DISABLE", **options)
     with ExitStack() as stack:
         stack.enter_context(fake_gpu(mode))
@@ -155,7 +156,7 @@ def onnxtrain_step(
         return _run(unit, list(tensors), mode)
 
 
-def _run(unit: Unit, tensors: list[torch.Tensor], mode: Any) -> Step:
+def _run(unit: Unit, tensors: list[torch.Tensor], mode: FakeTensorMode) -> Step:
     forward, backward = Launches(), Launches()
     needed = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
     first = tuple(i == 0 for i in range(unit.results))
@@ -173,17 +174,18 @@ def _run(unit: Unit, tensors: list[torch.Tensor], mode: Any) -> Step:
     return Step(forward, backward, bytes_of(kept), (unit.forward.source, getattr(program.program, "source", "")))
 
 
-def eager_step(
-    make_module: Callable[[], torch.nn.Module],
-    make_inputs: Callable[[], Mapping[str, Any]],
-    *,
-    autocast: torch.dtype | None = None,
-) -> Launches:
-    """The launches of a forward pass in eager PyTorch: the autograd engine does not run on fake CUDA tensors."""
-    mode = fake_mode()
-    launches = Launches()
-    with mode, torch.device("cuda"):
-        module, inputs = make_module().train(), make_inputs()
-    with fake_gpu(mode), mode, cuda_autocast(autocast), _Recorder(launches):
-        module(**inputs)
-    return launches
+def _on_gpu(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """The module with fake CUDA tensors; shared parameters stay shared."""
+    fakes: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            fake = fakes.setdefault(id(parameter), torch.nn.Parameter(_fake(parameter.detach(), mode)))
+            part.register_parameter(name, fake)
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = _fake(buffer, mode)
+    return module
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")

@@ -40,9 +40,15 @@ def main(arguments: Sequence[str]) -> int:
             file.write(json.dumps(asdict(outcome)) + "\n")
             file.flush()
             first = f"{outcome.first_s:6.2f} s" if outcome.first_s else "        "
-            print(f"{sum(counts.values()):4} {outcome.kind:8} {first} {outcome.entry.name}  {outcome.detail}", flush=True)
-    print(dict(counts))
+            number = sum(counts.values())
+            _say(f"{number:4} {outcome.kind:8} {first} {outcome.entry.name}  {outcome.detail}")
+    _say(str(dict(counts)))
     return int(any(counts[kind] for kind in ("wrong", "error", "crash", "hang")))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,12 @@ SAMPLES = 1600  # of a waveform: a tenth of a second
 FRAMES = 64  # of a spectrogram
 _IGNORED = -100
 _CLASSES = 2  # the default of num_labels
+_CLASSIFICATIONS = (
+    "SequenceClassification",
+    "ImageClassification",
+    "VideoClassification",
+    "NextSentencePrediction",
+)
 
 
 def example_call(model: torch.nn.Module, draw: Draw, batch: int, length: int) -> Call:
@@ -94,7 +100,9 @@ class _Arguments:
         return self.draw.floats(self.batch, FRAMES, mels)
 
     def _past_values(self) -> torch.Tensor:
-        return self.draw.floats(self.batch, int(self.config.context_length), int(getattr(self.config, "num_input_channels", 1)))
+        return self.draw.floats(
+            self.batch, int(self.config.context_length), int(getattr(self.config, "num_input_channels", 1))
+        )
 
     # Labels
 
@@ -104,7 +112,7 @@ class _Arguments:
         )
 
     def _labels(self) -> torch.Tensor | None:
-        if self.kind in ("CTC",):
+        if self.kind == "CTC":
             return self.draw.ints(VOCABULARY - 12, self.batch, 3, low=11)
         if self.kind == "TokenClassification":
             labels = self.draw.ints(_CLASSES, self.batch, self.length)
@@ -112,7 +120,12 @@ class _Arguments:
             labels = self.draw.ints(VOCABULARY - 12, self.batch, self.length, low=11)
         elif self.kind == "MultipleChoice":
             return self.draw.ints(CHOICES, self.batch)
-        elif self.kind in ("SequenceClassification", "ImageClassification", "VideoClassification", "NextSentencePrediction"):
+        elif self.kind in (
+            "SequenceClassification",
+            "ImageClassification",
+            "VideoClassification",
+            "NextSentencePrediction",
+        ):
             return self.draw.ints(_CLASSES, self.batch)
         else:
             return None
@@ -129,5 +142,3 @@ class _Arguments:
         corners = self.draw.ints(50, self.batch, self.length, 4)
         corners[..., 2:] += corners[..., :2]
         return corners
-
-

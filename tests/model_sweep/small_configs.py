@@ -12,11 +12,11 @@ from typing import Any
 WIDTH, HEADS, LAYERS, VOCABULARY, IMAGE, PATCH = 32, 4, 2, 64, 32, 8
 
 _WIDTHS = (
-    "hidden_size d_model dim embed_dim embedding_dim n_embd embedding_size projection_dim hidden_dim encoder_hidden_size "
-    "decoder_hidden_size decoder_dim hidden_sizes_dim text_embed_dim q_hidden_size k_hidden_size v_hidden_size "
-    "attention_hidden_size cross_attention_hidden_size word_embed_proj_dim decoder_embed_dim adapter_dim model_dim "
-    "lm_hidden_size vision_hidden_size mask_feature_size feature_size conv_dim_single output_hidden_size out_hidden_size "
-    "d_embed codebook_dim speech_decoder_prenet_units emb_dim"
+    "hidden_size d_model dim embed_dim embedding_dim n_embd embedding_size projection_dim hidden_dim "
+    "encoder_hidden_size decoder_hidden_size decoder_dim hidden_sizes_dim text_embed_dim q_hidden_size "
+    "k_hidden_size v_hidden_size attention_hidden_size cross_attention_hidden_size word_embed_proj_dim "
+    "decoder_embed_dim adapter_dim model_dim lm_hidden_size vision_hidden_size mask_feature_size "
+    "feature_size conv_dim_single output_hidden_size out_hidden_size d_embed codebook_dim emb_dim"
 )
 _INNER = (
     "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim dim_feedforward moe_intermediate_size "
@@ -34,15 +34,17 @@ _HEADS = (
     "num_encoder_attention_heads num_decoder_attention_heads num_cross_attention_heads num_self_attention_heads "
     "heads decoder_num_attention_heads encoder_num_attention_heads predictor_num_attention_heads linear_num_value_heads"
 )
-_KEY_HEADS = "num_key_value_heads n_kv_heads multi_query_group_num encoder_num_key_value_heads " \
+_KEY_HEADS = (
+    "num_key_value_heads n_kv_heads multi_query_group_num encoder_num_key_value_heads "
     "decoder_num_key_value_heads linear_num_key_heads num_kv_heads"
+)
 _HEAD_DIMS = (
     "head_dim d_kv kv_channels attention_head_dim d_head global_head_dim attention_key_value_dim "
     "linear_key_head_dim linear_value_head_dim v_head_dim qk_nope_head_dim qk_head_dim"
 )
 _POSITIONS = (
-    "max_position_embeddings n_positions n_ctx max_target_positions max_source_positions max_seq_len max_sequence_length "
-    "max_seq_length original_max_position_embeddings seq_length max_encoder_position_embeddings "
+    "max_position_embeddings n_positions n_ctx max_target_positions max_source_positions max_seq_len "
+    "max_sequence_length max_seq_length original_max_position_embeddings seq_length max_encoder_position_embeddings "
     "max_decoder_position_embeddings max_2d_position_embeddings max_length_positions"
 )
 _VOCABULARIES = "vocab_size encoder_vocab_size decoder_vocab_size text_vocab_size n_token vocabulary_size"
@@ -102,29 +104,44 @@ _TOKENS = ("_token_id", "_token_index", "_token_ids", "_idx")
 
 def small_config(config_class: Any, overrides: Mapping[str, Any] | None = None) -> Any:
     """An instance of a config class of transformers, small."""
+    given = overrides or {}
+    nested = config_class.sub_configs
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
-        default = _default(field)
-        if field.name in config_class.sub_configs or not field.init:
-            continue
-        if field.name in SIZES and (default is None or isinstance(default, (int, float, bool))) and default != 0:
-            values[field.name] = SIZES[field.name]
-        elif field.name in ("hidden_sizes", "embed_dims", "encoder_hidden_sizes", "depths", "num_heads", "num_attention_heads", "neck_hidden_sizes") and isinstance(default, (list, tuple)):
-            values[field.name] = type(default)(_listed(field.name, i) for i in range(len(default)))
-        elif isinstance(default, int) and default >= VOCABULARY and field.name.endswith(_TOKENS):
-            values[field.name] = len(values) % 8 + 3
-    for name, sub in config_class.sub_configs.items():
-        if hasattr(sub, "__dataclass_fields__"):
-            nested = (overrides or {}).get(name)
-            values[name] = small_config(sub, nested if isinstance(nested, Mapping) else None)
-    values |= {k: v for k, v in (overrides or {}).items() if not (isinstance(v, Mapping) and k in config_class.sub_configs)}
+        if field.init and field.name not in nested:
+            value = _small(field.name, _default(field), len(values))
+            if value is not None:
+                values[field.name] = value
+    for name, sub in nested.items():
+        if dataclasses.is_dataclass(sub):
+            values[name] = small_config(sub, given.get(name))
+    values |= {name: value for name, value in given.items() if name not in nested}
     return config_class(**values)
 
 
-def _listed(name: str, index: int) -> int:
+def _small(name: str, default: Any, position: int) -> Any:
+    """The small value of a field; None leaves its default."""
+    if name in SIZES and default != 0 and (default is None or isinstance(default, (int, float, bool))):
+        return SIZES[name]
+    if name in _BY_STAGE and isinstance(default, (list, tuple)):
+        return type(default)(_of_stage(name, stage) for stage in range(len(default)))
+    if isinstance(default, int) and default >= VOCABULARY and name.endswith(_TOKENS):
+        return position % 8 + 3
+    return None
+
+
+_BY_STAGE = frozenset(
+    {
+        "hidden_sizes", "embed_dims", "encoder_hidden_sizes", "depths", "num_heads", "num_attention_heads",
+        "neck_hidden_sizes",
+    }
+)  # fmt: skip
+
+
+def _of_stage(name: str, stage: int) -> int:
     if name == "depths":
         return 1
-    return HEADS if "heads" in name else WIDTH * (1 + (index > 1))
+    return HEADS if "heads" in name else WIDTH * (1 + (stage > 1))
 
 
 def _default(field: Any) -> Any:

@@ -1,7 +1,8 @@
 """Capture of torch.nn.functional.scaled_dot_product_attention.
 
-A call for which PyTorch may choose its flash kernel becomes FlashAttention. A call that PyTorch runs in its math path
-for all sizes (dropout, ranks other than 4) becomes the nodes of that path in the same order, so that the same random
+A call for which PyTorch may choose its flash kernel becomes FlashAttention; with dropout only on a GPU, whose kernels
+sample the dropout mask. A call that PyTorch runs in its math path for all sizes (dropout on a CPU, ranks other than 4)
+becomes the nodes of that path in the same order, so that the same random
 numbers are sampled; the pass `fuse_attention` fuses them unless bitwise equality with eager is requested.
 """
 
@@ -44,13 +45,37 @@ def _capture(
     if mask is not None and dtype_of(mask) == ir.DataType.BOOL:
         mask = additive_mask(op, mask, dtype_of(query))
     groups = group_size(query, key) if enable_gqa else 1
-    if dropout_p > 0 or is_empty or not _has_flash_form(query, key, value, mask, groups):
+    drops = dropout_p > 0
+    if drops and op.device == "cuda" and 0 < dropout_p < 1 and not _may_need_gradient(mask):
+        drops = False  # PyTorch's kernels for a GPU sample the dropout mask themselves
+    if drops or is_empty or not _has_flash_form(query, key, value, mask, groups):
         return _math_path(op, query, key, value, mask, dropout_p, is_causal, scale, groups)
     query, scale = scale_as_attribute(op, query, scale)
     (k, groups_k), (v, groups_v) = strip_repeat(op, key), strip_repeat(op, value)
     if groups_k == groups_v:  # the kernel shares heads: the model's repeat_kv is not needed
         key, value = k, v
-    return op.own.FlashAttention(query, key, value, mask, scale=scale, is_causal=int(is_causal) or None)[0]
+    attributes = {"scale": scale, "is_causal": int(is_causal) or None}
+    if dropout_p > 0:
+        ratio, training = op.scalar(dropout_p, ir.DataType.DOUBLE), op.scalar(True, ir.DataType.BOOL)
+        return op.own.FlashAttentionDropout(query, key, value, mask, ratio, training, **attributes)[0]
+    return op.own.FlashAttention(query, key, value, mask, **attributes)[0]
+
+
+def _may_need_gradient(mask: ir.Value | None) -> bool:
+    """Return whether a mask is computed from floating-point inputs of the graph: a learned bias."""
+    seen: set[ir.Value] = set()
+    rest = [mask]
+    while rest:
+        value = rest.pop()
+        if value is None or value in seen:
+            continue
+        seen.add(value)
+        node = value.producer()
+        if node is None and value.const_value is None and is_float(dtype_of(value)):
+            return True
+        if is_float(dtype_of(value)) and node is not None:
+            rest.extend(node.inputs)
+    return False
 
 
 def _has_flash_form(q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, groups: Size) -> bool:

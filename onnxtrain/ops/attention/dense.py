@@ -29,7 +29,7 @@ from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.attention.constructors import check_dropout_inputs, define_attention, define_attention_grad
-from onnxtrain.ops.attention.dense_aten import attend_backward, attend_saving_probabilities, score_torch_dtype
+from onnxtrain.ops.attention.dense_aten import attend_backward, attend_saving_probabilities
 from onnxtrain.ops.attention.heads import group_size, repeat_heads, sum_over_groups
 from onnxtrain.ops.attention.kernel_arguments import ScoreOptions
 from onnxtrain.ops.attention.scores import (
@@ -208,12 +208,11 @@ def _grad_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def attend_dropout(
-    q: Tensor, k: Tensor, v: Tensor, scores: ScoreOptions, ratio: float, fast: bool
+    q: Tensor, k: Tensor, v: Tensor, scores: ScoreOptions, ratio: float, keep_scale: float, fast: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run attention with dropout, whose mask is sampled by one call as Dropout does; it is the third output."""
     like = torch.empty((*q.shape[:3], k.size(2)), dtype=torch.bool, device=q.device)
     dropout_mask = fast_mask(like, round(ratio * DROP_LEVELS)) if fast else torch_mask(like, 1 - ratio)
-    keep_scale = dropout_scale(ratio, score_torch_dtype(q))
     return *attend_saving_probabilities(q, k, v, scores, dropout_mask, keep_scale), dropout_mask
 
 
@@ -227,7 +226,9 @@ def _lower(n: NodeView, q: Any, k: Any, v: Any, *masks: Any) -> Call:
 
 def _lower_dropout(n: NodeView, *inputs: Any) -> Call:
     q, k, v, *masks, _, _ = inputs
-    return Call(attend_dropout, q, k, v, _scores(n, *masks), drop_ratio(n), uses_fast_rng(n))
+    ratio = drop_ratio(n)
+    keep_scale = dropout_scale(ratio, TORCH_DTYPES[score_dtype(dtype_of(n.q))])
+    return Call(attend_dropout, q, k, v, _scores(n, *masks), ratio, keep_scale, uses_fast_rng(n))
 
 
 def _lower_grad(n: NodeView, dy: Any, q: Any, k: Any, v: Any, *others: Any) -> Call:

@@ -1,7 +1,8 @@
 """Scaled dot-product attention.
 
     FlashAttention(q[b, h, l, e], k[b, g, s, e], v[b, g, s, d], mask?) -> y[b, h, l, d], logsumexp[b, h, l]
-    FlashAttentionGrad(dy, q, k, v, mask?, y, logsumexp) -> dq, dk, dv
+    FlashAttentionDropout(.., ratio, training_mode) -> y, logsumexp, rng_state[2]          (`flash_dropout.py`)
+    FlashAttentionGrad(dy, q, k, v, mask?, y, logsumexp, rng_state?, ratio?) -> dq, dk, dv
 
     scores = scale * q @ kᵀ + mask      p = softmax(scores)      y = p @ v
     dv = pᵀ @ dy      dp = dy @ vᵀ      ds = p * (dp - Σ dy * y)      dq = scale * ds @ k      dk = scale * dsᵀ @ q
@@ -13,7 +14,7 @@ multiple of g: h/g heads of q share one head of k and v. Source: Dao 2023, https
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -25,10 +26,10 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.graph.verify import format_type
-from onnxtrain.ops.attention import compiled_kernels
+from onnxtrain.ops.attention import compiled_kernels, gpu_kernels
 from onnxtrain.ops.attention.heads import group_size, repeat_heads, sum_over_groups
 from onnxtrain.ops.attention.kernel_arguments import ScoreOptions
-from onnxtrain.ops.attention.masks import causal_mask
+from onnxtrain.ops.attention.masks import causal_mask, is_causal_mask
 from onnxtrain.ops.attention.scores import (
     check_operand_ranks,
     matmul_gradients,
@@ -38,11 +39,16 @@ from onnxtrain.ops.attention.scores import (
     score_dtype,
     score_factor,
 )
-from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native_kernels import may_compile
+from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale
+from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
+from onnxtrain.ops.random.keyed_dropout import keep_mask_nodes
 from onnxtrain.ops.registry import define
+from onnxtrain.ops.reshape.rows import arange
 from onnxtrain.ops.softmax.softmax import safe_softmax
 from onnxtrain.system.machine import current_machine
 from onnxtrain.torch_compat import aten_kernels
@@ -55,7 +61,7 @@ _FLASH = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 # Types, axes and flops
 
 
-def _batch_and_heads(n: NodeView) -> Sizes:
+def batch_and_heads(n: NodeView) -> Sizes:
     check_operand_ranks(n, 4)
     if n.mask is not None and not is_float(dtype_of(n.mask)):
         raise GraphError(
@@ -66,8 +72,8 @@ def _batch_and_heads(n: NodeView) -> Sizes:
     return sizes.dims_of(n.q)[:2]
 
 
-def _forward_types(n: NodeView) -> Sequence[TensorType]:
-    leading = (*_batch_and_heads(n), sizes.dims_of(n.q)[2])
+def forward_types(n: NodeView) -> Sequence[TensorType]:
+    leading = (*batch_and_heads(n), sizes.dims_of(n.q)[2])
     return (
         TensorType(dtype_of(n.q), (*leading, sizes.dims_of(n.v)[3])),
         TensorType(score_dtype(dtype_of(n.q)), leading),
@@ -90,9 +96,13 @@ def _forward_axes(n: NodeView) -> str:
 
 def _backward_axes(n: NodeView) -> str:
     heads, shared = _head_axes(n)
-    q, k, v = f"b {heads} [l] [e]", f"b {shared} [s] [e]", f"b {shared} [s] [d]"
-    mask = "-" if n.mask is None else f"b {heads} [l] [s]" if rank_of(n.mask) == 4 else "[l] [s]"
-    return f"b {heads} [l] [d], {q}, {k}, {v}, {mask}, b {heads} [l] [d], b {heads} [l] -> {q}, {k}, {v}"
+    batch = "b"
+    if n.rng_state is not None:  # the index of a probability determines whether it is dropped
+        batch, heads, shared = "[b]", "[h]", "[g]"
+    q, k, v = f"{batch} {heads} [l] [e]", f"{batch} {shared} [s] [e]", f"{batch} {shared} [s] [d]"
+    mask = "-" if n.mask is None else f"{batch} {heads} [l] [s]" if rank_of(n.mask) == 4 else "[l] [s]"
+    operands = [f"{batch} {heads} [l] [d]", q, k, v, mask, f"{batch} {heads} [l] [d]", f"{batch} {heads} [l]", "-", "-"]
+    return f"{', '.join(operands[: len(n.node.inputs)])} -> {q}, {k}, {v}"
 
 
 def _flops(n: NodeView, matmuls: int) -> Size:
@@ -209,6 +219,32 @@ def _compiled_is_faster(
     return is_causal or masked or not _runs_flash(q, k, v, mask, is_causal, scale)
 
 
+def on_gpu(n: NodeView, device: str) -> bool:
+    """Return whether the node runs PyTorch's attention kernels for a GPU (`gpu_kernels.py`)."""
+    return device == "cuda" and aten_kernels.has_gpu_attention()
+
+
+def gpu_arguments(n: NodeView, mask: Any, ratio: float = 0.0) -> tuple[Any, Call]:
+    """Return the mask and the options of a node: a causal mask becomes the flag, so that flash attention can run."""
+    causal = is_causal_mask(n.mask) and not n.is_causal
+    return None if causal else mask, Call(gpu_kernels.Options, n.scale, bool(n.is_causal) or causal, ratio)
+
+
+def _lower_gpu(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
+    return Call(_gpu_attention, q, k, v, *gpu_arguments(n, mask))
+
+
+def _gpu_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    y, logsumexp, _ = gpu_kernels.attention(*arguments)
+    return y, logsumexp
+
+
+def _lower_grad_gpu(n: NodeView, dy: Any, q: Any, k: Any, v: Any, mask: Any, *saved: Any) -> Call:
+    *rest, _ = saved
+    mask, options = gpu_arguments(n, mask, 0.0 if n.rng_state is None else drop_ratio(n))
+    return Call(gpu_kernels.attention_backward, dy, q, k, v, mask, *rest, options)
+
+
 def _lower(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
     return Call(attention, q, k, v, mask, bool(n.is_causal), n.scale)
 
@@ -219,18 +255,30 @@ def _lower_compiled(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
 
 
 def _lower_grad(n: NodeView, *inputs: Any) -> Call:
-    return Call(attention_backward, *inputs, bool(n.is_causal), n.scale)
+    *operands, _, _ = inputs
+    return Call(attention_backward, *operands, bool(n.is_causal), n.scale)
 
 
 def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
     compiled_kernels.request(n.q)
-    return Call(attention_backward, *inputs, bool(n.is_causal), n.scale, True)
+    *operands, _, _ = inputs
+    return Call(attention_backward, *operands, bool(n.is_causal), n.scale, True)
+
+
+def _lower_grad_dropout(n: NodeView, dy: Any, q: Any, k: Any, v: Any, mask: Any, *saved: Any) -> Call:
+    _, _, key, _ = saved
+    options = Call(gpu_kernels.Options, n.scale, bool(n.is_causal), drop_ratio(n))
+    return Call(gpu_kernels.formula_backward, dy, q, k, v, mask, options, key)
+
+
+def _has_dropout(n: NodeView, device: str) -> bool:
+    return n.rng_state is not None
 
 
 # FlashAttention
 
 
-def _operands_and_scores(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+def operands_and_scores(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """Return q, k and v in the scores' type, with a head of k and v for each of q's; and the masked scores."""
     inner = score_dtype(dtype_of(n.q))
     q, k, v = (cast(op, x, inner) for x in (n.q, n.k, n.v))
@@ -245,7 +293,7 @@ def _operands_and_scores(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, 
 
 
 def _forward_body(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
-    _, _, v, scores = _operands_and_scores(op, n)
+    _, _, v, scores = operands_and_scores(op, n)
     p, logsumexp = probabilities_and_logsumexp(op, scores)
     return cast(op, op.MatMul(p, v), dtype_of(n.q)), logsumexp
 
@@ -268,18 +316,40 @@ def _gradient(op: Builder, n: NodeView, dy: ir.Value | None, dlogsumexp: ir.Valu
 
 
 def _gradients_in_ops(
-    op: Builder, n: NodeView, dy: ir.Value, y: ir.Value
+    op: Builder, n: NodeView, dy: ir.Value, y: ir.Value, drop: Callable[[ir.Value], ir.Value] | None = None
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """Return dq, dk, dv and the gradient of the mask [b, h, l, s], by matmuls and elementwise ops."""
-    q, k, v, scores = _operands_and_scores(op, n)
+    """Return dq, dk, dv and the gradient of the mask [b, h, l, s], by matmuls and elementwise ops.
+
+    `drop` applies the dropout of the probabilities. Without it, Σ dp * p is computed as Σ dy * y, which is smaller.
+    """
+    q, k, v, scores = operands_and_scores(op, n)
     inner = dtype_of(scores)
     dy, y = cast(op, dy, inner), cast(op, y, inner)
     p = op.own.SafeSoftmax(scores, axis=-1)
     dp = op.ms.FusedMatMul(dy, v, transB=1)
-    ds = op.Mul(p, op.Sub(dp, op.ReduceSum(op.Mul(dy, y), constant_axes(op, 3), keepdims=1)))
-    dq, dk, dv = matmul_gradients(op, ds, p, dy, q, k, n.scale)
+    if drop is None:
+        terms = op.Mul(dy, y)
+    else:
+        dp = drop(dp)
+        terms = op.Mul(dp, p)
+    ds = op.Mul(p, op.Sub(dp, op.ReduceSum(terms, constant_axes(op, 3), keepdims=1)))
+    dq, dk, dv = matmul_gradients(op, ds, p if drop is None else drop(p), dy, q, k, n.scale)
     dq, dk, dv = cast(op, dq, dtype_of(n.q)), sum_over_groups(op, dk, n.k), sum_over_groups(op, dv, n.v)
     return dq, dk, dv, cast(op, ds, inner if n.mask is None else dtype_of(n.mask))
+
+
+def dropped(op: Builder, n: NodeView, x: ir.Value, key: ir.Value) -> ir.Value:
+    """Apply to x[b, h, l, s] the dropout of a node with `ratio` whose mask a key determines (`keyed_bits.py`)."""
+    count, shape = round(drop_ratio(n) * DROP_LEVELS), sizes.dims_of(x)
+    index = reshaped(op, arange(op, sizes.multiply(*shape)), shape)
+    kept = cast(op, keep_mask_nodes(op, key, index, count), dtype_of(x))
+    return mul_scalar(op, op.Mul(x, kept), dropout_scale(count / DROP_LEVELS, TORCH_DTYPES[dtype_of(x)]))
+
+
+def _backward_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
+    if n.rng_state is None:
+        return _gradients_in_ops(op, n, n.dy, n.y)[:3]
+    return _gradients_in_ops(op, n, n.dy, n.y, lambda x: dropped(op, n, x, n.rng_state))[:3]
 
 
 FLASH_ATTENTION = define(
@@ -291,12 +361,16 @@ FLASH_ATTENTION = define(
         attributes={"scale": None, "is_causal": 0},
         since_version=1,
         from_torch={},
-        shapes=_forward_types,
+        shapes=forward_types,
         body=_forward_body,
         ort_compatible=lambda n: False,
         gradient=(Gradient(_gradient, reads=("q", "k", "v", "mask", "y", "logsumexp")),),
         nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=_lower_compiled, applies=may_compile), Kernel(lower=_lower)),
+        kernels=(
+            Kernel(lower=_lower_gpu, applies=on_gpu),
+            Kernel(lower=_lower_compiled, applies=may_compile),
+            Kernel(lower=_lower),
+        ),
         axes=_forward_axes,
         effects=Effects.NONE,
         aliases={},
@@ -311,17 +385,22 @@ FLASH_ATTENTION_GRAD = define(
     OpDef(
         domain=OWN,
         name="FlashAttentionGrad",
-        inputs=("dy", "q", "k", "v", "mask?", "y", "logsumexp"),
+        inputs=("dy", "q", "k", "v", "mask?", "y", "logsumexp", "rng_state?", "ratio?"),
         outputs=("dq", "dk", "dv"),
         attributes={"scale": None, "is_causal": 0},
         since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.q), type_of(n.k), type_of(n.v)),
-        body=lambda op, n: _gradients_in_ops(op, n, n.dy, n.y)[:3],
+        body=_backward_body,
         ort_compatible=lambda n: False,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=_lower_grad_compiled, applies=may_compile), Kernel(lower=_lower_grad)),
+        kernels=(
+            Kernel(lower=_lower_grad_gpu, applies=on_gpu),
+            Kernel(lower=_lower_grad_dropout, applies=_has_dropout),
+            Kernel(lower=_lower_grad_compiled, applies=may_compile),
+            Kernel(lower=_lower_grad),
+        ),
         axes=_backward_axes,
         effects=Effects.NONE,
         aliases={},

@@ -1,0 +1,60 @@
+"""What a training step launches on a GPU: few kernels, on one device, without waiting for any of them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from tests.gpu_without_one.fake_gpu import needs_cuda_build
+from tests.gpu_without_one.launches import Step, onnxtrain_step
+from tests.gpu_without_one.models import MODELS
+
+pytestmark = [needs_cuda_build, pytest.mark.slow]
+
+# Launches of a layer, forward and backward, in eager PyTorch with flash attention and without dropout: counted on fake
+# tensors, batch 8 x 512, bfloat16. Each dropout of a layer's activations adds one launch in each direction.
+EAGER = {"bert": 42, "gpt2": 50, "llama": 109}
+ACTIVATION_DROPOUTS = {"bert": 2, "gpt2": 2, "llama": 0}
+
+
+@functools.cache
+def step(name: str, layers: int, dropout: float, autocast: torch.dtype | None, narrow: bool) -> Step:
+    make, inputs = MODELS[name]
+
+    def module() -> torch.nn.Module:
+        return make(layers, dropout).to(torch.bfloat16 if narrow else torch.float32)
+
+    # Packing asks for the number of tokens: `docs/gpu.md` lists what waits.
+    return onnxtrain_step(module, inputs, autocast=autocast, skip_padding="never")
+
+
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_layer_launches_no_more_than_eager(name: str, dropout: float) -> None:
+    if dropout and not ACTIVATION_DROPOUTS[name]:
+        pytest.skip("it has no dropout of activations")
+    one, two = (step(name, layers, dropout, None, True) for layers in (1, 2))
+    count = len(two.forward) - len(one.forward) + len(two.backward) - len(one.backward)
+    assert count <= EAGER[name] + 2 * (ACTIVATION_DROPOUTS[name] if dropout else 0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def test_a_step_stays_on_its_device_and_waits_for_nothing(name: str, autocast: torch.dtype | None) -> None:
+    """Nothing falls back; under autocast as well."""
+    found = step(name, 1, 0.1, autocast, False)
+    for launches in (found.forward, found.backward):
+        assert not launches.waits()
+        assert not launches.on_several_devices()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
+def test_attention_is_one_kernel_in_each_direction(name: str) -> None:
+    """No scores in memory, and no matmul in float32 under autocast."""
+    found = step(name, 1, 0.1, torch.bfloat16, False)
+    for launches in (found.forward, found.backward):
+        assert sum("attention" in operator for operator in launches.counts()) == 1
+        products = [k for k in launches.kernels if k.operator in ("mm", "bmm", "addmm", "baddbmm")]
+        assert {dtype for k in products for dtype in k.reads} == {torch.bfloat16}
