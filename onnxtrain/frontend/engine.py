@@ -22,7 +22,7 @@ from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, capture_is_under_way
 from onnxtrain.capture.guards.size_decisions import Example
 from onnxtrain.capture.kept_outputs import keep_outputs
-from onnxtrain.capture.key.fast_path import Missed, UsualCall, usual_call
+from onnxtrain.capture.key.fast_path import FastPath, Missed, compile_fast_path
 from onnxtrain.capture.key.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.key.recaptures import ChangingNumberError, ChangingStateError, Recaptures
 from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_tensorless_call
@@ -45,13 +45,13 @@ from onnxtrain.system.garbage_collector import collector_paused
 class _Entry:
     """The compiled unit for one key and one state of the module, or None if such calls fall back."""
 
-    __slots__ = ("_patience", "_seen", "compiled", "fallback", "guards", "reads", "state", "usual")
+    __slots__ = ("_patience", "_seen", "compiled", "fallback", "fast_path", "guards", "reads", "state")
 
     def __init__(self, state: ModuleState, compiled: Compiled | None, fallback: Call | None = None) -> None:
         self.state = state
         self.fallback = fallback  # runs the module in pieces, between graph breaks
-        self.usual: UsualCall | None = None
-        self._seen = 0  # calls that missed the fast path since `usual` was made
+        self.fast_path: FastPath | None = None
+        self._seen = 0  # calls that missed the fast path since `fast_path` was made
         self._patience = 1
         self.compiled = compiled
         self.reads = compiled.captured.reads if compiled is not None else frozenset()
@@ -62,11 +62,11 @@ class _Entry:
         self._seen += 1
         if self.compiled is None or self._seen < self._patience:
             return
-        snapshot = self.state.now(module)
-        self.usual = None
+        snapshot = self.state.current_snapshot(module)
+        self.fast_path = None
         if snapshot is not None:
             compiled = self.compiled
-            self.usual = usual_call(snapshot, compiled.captured.guards, structure, tensors, compiled.run)
+            self.fast_path = compile_fast_path(snapshot, compiled.captured.guards, structure, tensors, compiled.run)
         self._seen, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
 
     def suggestion(self, tensors: list[torch.Tensor]) -> Example | None:
@@ -81,8 +81,8 @@ class _Entry:
             return False
         if not captured.reads <= self.reads:  # forward read more at these sizes: it becomes part of the state, too
             self.reads |= captured.reads
-            self.state = ModuleState.take(module, self.state.names, self.reads, self.compiled.captured.constants)
-            self.usual = None
+            self.state = ModuleState(module, self.state.names, self.reads, self.compiled.captured.constants)
+            self.fast_path = None
         return True
 
 
@@ -153,7 +153,7 @@ class Engine:
         self._in_torch = self._entry_point.in_torch or module
         self._entries: dict[Any, list[_Entry]] = {}
         self._recent: _Entry | None = None
-        self._usual: UsualCall = _always_missed
+        self._fast_path: FastPath = _always_missed
         self._newest: Compiled | None = None
         self._warned: set[str] = set()
         self._in_pieces: Call | None = None
@@ -172,7 +172,7 @@ class Engine:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._calls += 1
-        output = self._usual(args, kwargs)
+        output = self._fast_path(args, kwargs)
         return self._run_slow_path(args, kwargs) if output is Missed else output
 
     def _run_slow_path(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -201,7 +201,7 @@ class Engine:
         if entry is self._recent:
             entry.learn(self._module, structure, tensors)
         self._recent = entry
-        self._usual = entry.usual or _always_missed
+        self._fast_path = entry.fast_path or _always_missed
         return entry.compiled.run(*inputs)
 
     def _find(self, key: Any, tensors: list[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:
@@ -284,7 +284,7 @@ class Engine:
             if entry.adopts(captured, module):
                 return entry
         names = [s.name for s in captured.sources if s.kind != "input"]
-        state = ModuleState.take(module, names, captured.reads, captured.constants)
+        state = ModuleState(module, names, captured.reads, captured.constants)
         inputs = [*self._read(state), *tensors]
         rerun = _rerun(module, self._entry_point.in_torch, structure, captured)
         twins = self._entry_point.twins.setdefault((environment(), *map(tensor_facts, inputs)), [])
@@ -357,7 +357,7 @@ class Engine:
         fallback = self._fallback(error, pieces)
         if self._options.fallback_retry or isinstance(error, ChangingNumberError):  # each number has a key of its own
             return fallback
-        entry = _Entry(ModuleState.take(self._module), None, pieces)
+        entry = _Entry(ModuleState(self._module), None, pieces)
         if isinstance(error, SideEffectError | ChangingStateError):
             entry.state.check = _any_state  # its state changes on every call
         return replace(fallback, key=key, entry=entry)

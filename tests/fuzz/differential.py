@@ -437,12 +437,12 @@ def _in_file(source: str, folder: str) -> Iterator[type[torch.nn.Module]]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    before, executed_code._began = executed_code._began, lambda: math.inf
+    before, executed_code._process_start = executed_code._process_start, lambda: math.inf
     try:
         spec.loader.exec_module(module)
         yield module.Program
     finally:
-        executed_code._began = before
+        executed_code._process_start = before
         del sys.modules[path.stem]
 
 

@@ -123,15 +123,15 @@ def test_module_is_left_as_it_was() -> None:
     assert bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module.__module__ == "bitsandbytes.nn.modules"
 
 
-def test_usual_call_is_recognised() -> None:
+def test_the_fast_path_recognizes_the_call() -> None:
     module = adapted()
     ours, x = strict(module), torch.randn(4, 64)
     for _ in range(4):
         ours(x)
-    usual = engine_of(ours)._usual
-    assert usual((x,), {}) is not Missed
+    fast_path = engine_of(ours)._fast_path
+    assert fast_path((x,), {}) is not Missed
     module.base.weight.quant_state = copy.deepcopy(module.base.weight.quant_state)
-    assert usual((x,), {}) is Missed
+    assert fast_path((x,), {}) is Missed
 
 
 def test_eval_without_gradients() -> None:

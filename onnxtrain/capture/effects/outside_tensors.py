@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.key.surroundings import Surroundings, memory_of
+from onnxtrain.capture.key.surroundings import Surroundings, memory_key
 from onnxtrain.torch_compat.patch_points import TENSOR_READS
 from onnxtrain.torch_compat.tensors import is_fake
 
@@ -40,7 +40,7 @@ class OutsideTensors:
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: torch.Tensor, *args: Any) -> Any:
-            if not is_fake(tensor) and memory_of(tensor) is not None:
+            if not is_fake(tensor) and memory_key(tensor) is not None:
                 self.read.append(tensor)
             return original(tensor, *args)
 
@@ -62,15 +62,15 @@ class OutsideTensors:
             decided_by: tensors that guards hold.
         """
         held = [*self.read, *(value for value in decided_by if isinstance(value, torch.Tensor))]
-        self._held = {memory_of(tensor) for tensor in held}
+        self._held = {memory_key(tensor) for tensor in held}
         self._names = Surroundings(module, reads).tensor_names()
         self._devices = {tensor.device for tensor in examples}
 
     def name(self, tensor: torch.Tensor) -> str:
         """The name of a tensor that can be a graph input; "" for any other."""
         fits = not self.is_held(tensor) and (tensor.device in self._devices or not tensor.dim())
-        return self._names.get(memory_of(tensor), "") if fits else ""
+        return self._names.get(memory_key(tensor), "") if fits else ""
 
     def is_held(self, tensor: torch.Tensor) -> bool:
         """Whether the graph depends on the elements of a tensor."""
-        return memory_of(tensor) in self._held
+        return memory_key(tensor) in self._held

@@ -1,7 +1,7 @@
-"""The Python code that ran in forward: its files, and what it found under global names.
+"""The Python code that ran in forward: its files, and the values of the globals that it used.
 
-A capture on disk is right as long as each of these files is the same, and each of the names stands for the same. The
-files are compared as they are on disk; one that was changed after this process began may not be what runs here.
+A stored capture is valid as long as each of these files and values is the same. Files are compared as they are on disk;
+one that changed after the process started may not be what runs in it, so that such a capture is not stored.
 """
 
 from __future__ import annotations
@@ -20,117 +20,118 @@ from typing import Any
 
 from onnxtrain.capture.key.fingerprint import Fingerprints, NotStorableError, digest, is_known_by_version
 
-# Names with which code reads what no file and no global holds.
-_FROM_OUTSIDE = frozenset({"environ", "getenv", "open", "argv", "stdin"})
+# Names by which code reads data that is in no source file and no global.
+_EXTERNAL_DATA = frozenset({"environ", "getenv", "open", "argv", "stdin"})
 
 Files = dict[str, str]
 Globals = dict[str, dict[str, str]]
 
 
-class Executed:
-    """The code that ran while `noted()` was held, once each, with the globals that it saw.
+class ExecutedCode:
+    """The code that ran while `recording()` was held, once each, with its globals.
 
     Attributes:
-        is_whole: whether all was noted.
+        is_complete: whether all code was recorded.
     """
 
     def __init__(self) -> None:
-        self.is_whole = False
-        self._found: dict[int, tuple[CodeType, Mapping[str, Any]]] = {}
+        self.is_complete = False
+        self._recorded: dict[int, tuple[CodeType, Mapping[str, Any]]] = {}
         self._generated: set[int] = set()
-        self._outside: FrameType | None = None  # the frame in which `noted()` is held
+        self._outer_frame: FrameType | None = None  # the frame in which `recording()` is held
 
-    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+    def _record(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event != "call" or id(code) in self._found or self._is_beside_forward(frame):
+        if event != "call" or id(code) in self._recorded or self._is_beside_forward(frame):
             return
-        self._found[id(code)] = (code, frame.f_globals)
+        self._recorded[id(code)] = (code, frame.f_globals)
         caller = frame.f_back
         if code.co_name == "<module>" and caller is not None and is_known_by_version(caller.f_code.co_filename):
-            self._generated.update(map(id, with_nested(code)))  # PyTorch runs a text that it made
+            self._generated.update(map(id, with_nested(code)))  # PyTorch runs generated code
 
     def _is_beside_forward(self, frame: FrameType) -> bool:
-        """Whether code runs because forward imports a module or because Python collects garbage.
+        """Whether code runs only because forward imports a module or because Python collects garbage.
 
-        What forward itself runs of an imported module is noted then. A callback of the collector runs in whichever
-        frame allocates: hypothesis has one that counts time in a global, which no two runs have the same.
+        Functions of an imported module are recorded when forward calls them. A callback of the garbage collector runs
+        in whichever frame allocates: hypothesis has one that counts time in a global, which differs in every run.
         """
         if is_known_by_version(frame.f_code.co_filename):
-            return False  # it does not count anyhow
+            return False  # `_user_code` skips it anyway
         calls = (callback if hasattr(callback, "__code__") else type(callback).__call__ for callback in gc.callbacks)
         callbacks = {getattr(call, "__code__", None) for call in calls}
-        above: FrameType | None = frame
-        while above is not None and above is not self._outside:
-            if above.f_code in callbacks or above.f_code.co_filename == "<frozen importlib._bootstrap>":
+        caller: FrameType | None = frame
+        while caller is not None and caller is not self._outer_frame:
+            if caller.f_code in callbacks or caller.f_code.co_filename == "<frozen importlib._bootstrap>":
                 return True
-            above = above.f_back
+            caller = caller.f_back
         return False
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Notes what this thread runs. The place of a profiler that is at work is not taken: nothing is noted then."""
-        self.is_whole = sys.getprofile() is None
-        if self.is_whole:
-            self._outside = sys._getframe(2)  # 1 is of contextlib
-            sys.setprofile(self._note)
+    def recording(self) -> Iterator[None]:
+        """Record the code that this thread runs, by Python's profiling hook; nothing if a profiler uses that hook."""
+        self.is_complete = sys.getprofile() is None
+        if self.is_complete:
+            self._outer_frame = sys._getframe(2)  # 1 is of contextlib
+            sys.setprofile(self._record)
         try:
             yield
         finally:
-            if self.is_whole:
+            if self.is_complete:
                 sys.setprofile(None)
-                self._outside = None
+                self._outer_frame = None
 
     def files(self) -> Files:
-        """The hash of each file whose code is not known by its version.
+        """Return the hash of each file whose code is not identified by a version.
 
         Raises:
-            NotStorableError: code is in no file, or in one that has been changed since this process began.
+            NotStorableError: code is in no file, or in one that changed after this process started.
         """
-        return {file: file_hash(file) for file in sorted({code.co_filename for code, _ in self._own()})}
+        return {file: file_hash(file) for file in sorted({code.co_filename for code, _ in self._user_code()})}
 
     def names(self) -> dict[str, list[str]]:
-        """By module, the global names that the code uses; `helpers.SCALE` is what it may find in another module.
+        """Return the global names that the code uses, by module; `helpers.SCALE` is one in another module.
 
         Raises:
-            NotStorableError: the code may read what lies outside of the program.
+            NotStorableError: the code may read data from outside the program.
         """
-        found: dict[str, set[str]] = {}
-        for code, scope in self._own():
+        names_of: dict[str, set[str]] = {}
+        for code, scope in self._user_code():
             if not code.co_flags & CO_OPTIMIZED:
                 continue  # the body of a class
-            if outside := _FROM_OUTSIDE.intersection(code.co_names):
-                raise NotStorableError(f"{code.co_qualname} reads {min(outside)}, which may be other in another run")
+            if external := _EXTERNAL_DATA.intersection(code.co_names):
+                raise NotStorableError(f"{code.co_qualname} reads {min(external)}, which may differ in another run")
             module = str(scope.get("__name__"))
             if getattr(sys.modules.get(module), "__dict__", None) is not scope:
-                raise NotStorableError(f"{code.co_qualname} is in no module that can be imported")
-            names = found.setdefault(module, set())
+                raise NotStorableError(f"{code.co_qualname} is not in a module that can be imported")
+            names = names_of.setdefault(module, set())
             for name in code.co_names:
                 if name in scope:
                     names.update(_paths(name, scope[name], code.co_names))
-        return {module: sorted(names) for module, names in sorted(found.items())}
+        return {module: sorted(names) for module, names in sorted(names_of.items())}
 
-    def _own(self) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
-        if not self.is_whole:
-            raise NotStorableError("a profiler runs, so that the code that a capture depends on is not known")
-        for code, scope in self._found.values():
+    def _user_code(self) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
+        if not self.is_complete:
+            raise NotStorableError("a profiler is active, so that onnxtrain cannot record the code that forward runs")
+        for code, scope in self._recorded.values():
             if is_known_by_version(code.co_filename) or _is_generated(code, scope) or id(code) in self._generated:
                 continue
             if code.co_filename.startswith("<"):
-                raise NotStorableError(f"{code.co_qualname} is code in no file ({code.co_filename})")
+                raise NotStorableError(f"the code of {code.co_qualname} is not in a file ({code.co_filename})")
             yield code, scope
 
 
 def _is_generated(code: CodeType, scope: Mapping[str, Any]) -> bool:
-    """Whether PyTorch, onnxtrain, a dataclass or a named tuple wrote this code: what it was made from counts."""
+    """Whether code was generated by PyTorch, onnxtrain, a dataclass or a named tuple; its inputs are compared."""
     if code.co_filename != "<string>":
         return code.co_filename.startswith(("<eval_with_key>", "<onnxtrain"))
     return code.co_qualname.startswith("__create_fn__") or str(scope.get("__name__")).startswith("namedtuple_")
 
 
 def _paths(path: str, value: object, names: Collection[str], seen: frozenset[int] = frozenset()) -> Iterator[str]:
-    """A name, and where it stands for a module those that code may go on with: `nn`, `nn.functional`, ...
+    """Yield a name and, if it is that of a module, the paths from it that code may use.
 
-    Modules that name each other (`torch.nn.torch`) are not gone into again: their paths would be without number.
+    For example `nn`, `nn.functional`. A module is not entered twice (`torch.nn.torch`), because the number of paths
+    would be infinite.
     """
     yield path
     if isinstance(value, ModuleType) and id(value) not in seen:
@@ -147,15 +148,21 @@ def with_nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def global_values(names: Mapping[str, list[str]], fingerprints: Callable[[], Fingerprints]) -> Globals:
-    """What these names stand for now. `fingerprints` makes one for each name, so that none depends on another.
+    """Return a digest of the value of each of these names, by module.
+
+    Args:
+        names: the names, by module.
+        fingerprints: makes a new object for each name, so that no digest depends on another.
 
     Raises:
-        NotStorableError: a module or a name is not there, or stands for what only this process has.
+        NotStorableError: a module or a name is missing, or its value exists in this process only.
     """
-    return {module: {name: _value(module, name, fingerprints) for name in wanted} for module, wanted in names.items()}
+    return {
+        module: {name: _global_value(module, name, fingerprints) for name in used} for module, used in names.items()
+    }
 
 
-def _value(module: str, name: str, fingerprints: Callable[[], Fingerprints]) -> str:
+def _global_value(module: str, name: str, fingerprints: Callable[[], Fingerprints]) -> str:
     try:
         value: Any = vars(sys.modules[module])
         for part in name.split("."):
@@ -169,28 +176,28 @@ def _value(module: str, name: str, fingerprints: Callable[[], Fingerprints]) -> 
 
 
 def file_hash(file: str) -> str:
-    """The hash of a source file.
+    """Return the hash of a source file.
 
     Raises:
-        NotStorableError: it cannot be read, or was changed since this process began.
+        NotStorableError: the file cannot be read, or changed after this process started.
     """
     try:
         path = Path(file)
-        if path.stat().st_ctime >= _began():
-            raise NotStorableError(f"{file} was changed after this process had begun")
+        if path.stat().st_ctime >= _process_start():
+            raise NotStorableError(f"{file} changed after this process started")
         return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
     except OSError as error:
-        raise NotStorableError(f"the source {file} cannot be read") from error
+        raise NotStorableError(f"the source file {file} cannot be read") from error
 
 
-_IMPORTED = time.time()
+_IMPORT_TIME = time.time()
 
 
-def _began() -> float:
-    """When this process began, in seconds since the epoch; where the system does not tell, when this was imported."""
+def _process_start() -> float:
+    """Return the start of this process in seconds since the epoch; without /proc, the import of this module."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.time() - age
     except (OSError, AttributeError, ValueError, IndexError):
-        return _IMPORTED
+        return _IMPORT_TIME

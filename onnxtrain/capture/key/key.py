@@ -1,8 +1,7 @@
-"""What besides the structure of a call decides which capture serves it.
+"""The key of a call: besides its structure, everything that decides which capture is valid for it.
 
-Three parts, each read on every call: `environment()` (autocast, grad mode and other switches of PyTorch),
-`tensor_facts()` of each input, and the state of the module and its surroundings: `ModuleState`, a snapshot of what
-forward can read.
+The key has three parts, each read on every call: `environment()` (autocast, grad mode and other switches of PyTorch),
+`tensor_facts()` of each input, and `ModuleState`, the state of the module and its surroundings that forward can read.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.backends import mha
 
-from onnxtrain.capture.key.self_check import notices_each_change
+from onnxtrain.capture.key.self_check import detects_each_kind_of_change
 from onnxtrain.capture.key.snapshot import Reads, Snapshot, attribute_reads
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.structure import PLAIN_TENSORS
@@ -42,7 +41,7 @@ __all__ = [
 
 _SWITCHES = (
     "grad mode", "inference mode", "autocast", "autocast cache", "default dtype", "flash attention",
-    "memory-efficient attention", "math attention", "cuDNN attention", "sums of math attention in half precision",
+    "memory-efficient attention", "math attention", "cuDNN attention", "reduced-precision math attention",
     "float32 matmul precision", "deterministic algorithms", "deterministic algorithms warn only",
     "fast path of attention layers", "torch.func transforms", "forward-mode differentiation",
     "default device or mode", "dispatch modes",
@@ -50,7 +49,7 @@ _SWITCHES = (
 
 
 def environment() -> tuple[Hashable, ...]:
-    """The switches of PyTorch, in this thread and now, that forward may depend on."""
+    """Return the current switches of PyTorch in this thread that forward may depend on."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -67,7 +66,7 @@ def environment() -> tuple[Hashable, ...]:
 
 
 def environment_difference(old: Sequence[Hashable], new: Sequence[Hashable]) -> str:
-    """In words, the first switch that is not the same; "" where all are."""
+    """Describe the first switch that differs; "" if none does."""
     for name, before, after in zip(_SWITCHES, old, new, strict=True):
         if before != after:
             return f"{name}: {before} → {after}"
@@ -79,7 +78,10 @@ def _autocast() -> Hashable:
 
 
 def _function_modes() -> Hashable:
-    """`torch.set_default_device` is such a mode. With any other the module runs in PyTorch: its class is enough."""
+    """Describe the function modes: the device of `torch.set_default_device`, and the class of any other mode.
+
+    Under any other mode the module runs in PyTorch, so that its class is enough.
+    """
     return tuple(m.device if is_device_context(m) else type(m) for m in function_modes())
 
 
@@ -89,7 +91,7 @@ def _dispatch_modes() -> Hashable:
 
 # Inputs
 
-_FACTS = (
+_FACT_NAMES = (
     "type",
     "dtype",
     "device",
@@ -102,7 +104,7 @@ _FACTS = (
 
 
 def tensor_facts(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """What a capture depends on in an input, other than its sizes."""
+    """Return what a capture depends on in an input, except its sizes."""
     kind = type(tensor)
     return (
         torch.Tensor if kind in PLAIN_TENSORS else kind,
@@ -117,19 +119,19 @@ def tensor_facts(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 
 def tensor_difference(old: Sequence[Hashable], new: Sequence[Hashable]) -> str:
-    """In words, the first of the facts of an input that is not the same; "" where all are."""
-    for name, before, after in zip(_FACTS, old, new, strict=True):
+    """Describe the first fact of an input that differs; "" if none does."""
+    for name, before, after in zip(_FACT_NAMES, old, new, strict=True):
         if before != after:
-            return f"{name}: {_word(before)} → {_word(after)}"
+            return f"{name}: {_spell(before)} → {_spell(after)}"
     return ""
 
 
-def _word(fact: Hashable) -> str:
+def _spell(fact: Hashable) -> str:
     return fact.__qualname__ if isinstance(fact, type) else str(fact)
 
 
 def _memory_format(tensor: torch.Tensor) -> Hashable:
-    """`channels_last`, or which dimensions are outer to which and which are expanded."""
+    """Return the memory format, or the order of the strides and the expanded dimensions."""
     if tensor.layout != torch.strided or type(tensor) not in PLAIN_TENSORS:
         return str(tensor.layout)
     if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
@@ -146,102 +148,94 @@ def _memory_format(tensor: torch.Tensor) -> Hashable:
 
 
 class ModuleState:
-    """A module as it was at a capture: classes, attributes, training flags, hooks, and the facts of every tensor.
+    """The state of a module at a capture: classes, attributes, training flags, hooks, and the facts of every tensor.
 
-    Checking one costs microseconds: a function is generated from the snapshot that compares by identity what can be
-    compared so, and gives the module's tensors as it finds them on the way. Where the identity of a mutable object
-    changed, a second snapshot decides whether a value changed; if none did, it takes the place of the first.
+    Checking it takes microseconds: a function is generated from the snapshot that compares objects by identity, and
+    returns the module's tensors that it reads on the way. If a mutable object was replaced, a second snapshot decides
+    whether a value has changed; if none has, the second snapshot replaces the first.
+
+    Args:
+        module: any module but a TorchScript one.
+        names: the tensors that `read` returns: parameters, buffers and tensor attributes by their qualified names,
+            tensors from outside the module by their paths in `Surroundings`.
+        reads: the attributes that forward reads, as found by `attribute_reads`; None stands for all attributes, and
+            for no surroundings.
+        constants: tensors whose values the graph embeds.
 
     Attributes:
-        names, reads: see `take`.
-        snapshot: the state, and the module's tensors as they were.
-        check: what `read` does, but False where only `look_again` can tell.
+        names, reads: as given.
+        snapshot: the state, with the module's tensors.
+        check: as `read`, but returns False if only a second snapshot can tell.
     """
 
     def __init__(
-        self, module: torch.nn.Module, names: Sequence[str], reads: Reads | None, constants: Sequence[torch.Tensor]
-    ) -> None:
-        self.names = tuple(names)
-        self.reads = reads
-        self._constants = constants
-        self.snapshot = self._look(module)
-        self.check: Check = self._first_check
-
-    @classmethod
-    def take(
-        cls,
+        self,
         module: torch.nn.Module,
         names: Sequence[str] = (),
         reads: Reads | None = None,
         constants: Sequence[torch.Tensor] = (),
-    ) -> ModuleState:
-        """The state of `module` now.
+    ) -> None:
+        self.names = tuple(names)
+        self.reads = reads
+        self._constants = constants
+        self.snapshot = self._take_snapshot(module)
+        self.check: Check = self._first_check
 
-        Args:
-            module: any module but a TorchScript one.
-            names: which tensors `read` gives: parameters, buffers and tensor attributes by their qualified names, those
-                from outside as `Surroundings` names them.
-            reads: the attributes that forward reads, as found by `attribute_reads`; None for all. Then what lies
-                outside of the module is not looked at.
-            constants: tensors whose elements the graph holds.
-        """
-        return cls(module, names, reads, constants)
-
-    def _look(self, module: torch.nn.Module) -> Snapshot:
-        found = Snapshot(module, self.names, self.reads)
+    def _take_snapshot(self, module: torch.nn.Module) -> Snapshot:
+        snapshot = Snapshot(module, self.names, self.reads)
         if self.reads is not None:
-            Surroundings(module, self.reads).watch(found)
-        found.constants(self._constants)
-        return found
+            Surroundings(module, self.reads).add_to(snapshot)
+        snapshot.add_constants(self._constants)
+        return snapshot
 
     def read(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
-        """The tensors of `names` as they are now; None if the module is not in this state.
+        """Return the current tensors of `names`; None if the state of the module has changed.
 
         Raises:
             CaptureError: the module does not have a tensor of `names`.
         """
-        found = self.check(module)
-        return self.look_again(module) if found is False else found
+        tensors = self.check(module)
+        return self._recheck(module) if tensors is False else tensors
 
-    def now(self, module: torch.nn.Module) -> Snapshot | None:
-        """The module as it is now; None if it is not in this state."""
-        found = self._look(module)
-        return None if self.snapshot.changed(found) is not None else found
+    def current_snapshot(self, module: torch.nn.Module) -> Snapshot | None:
+        """Return a new snapshot of the module; None if its state has changed."""
+        snapshot = self._take_snapshot(module)
+        return None if self.snapshot.first_change(snapshot) is not None else snapshot
 
     def matches(self, module: torch.nn.Module) -> bool:
         """Whether the module is in this state."""
         return self.read(module) is not None
 
-    def change(self, module: torch.nn.Module) -> tuple[str, str] | None:
-        """What and where is the first thing that is not as it was; None where all is."""
-        return self.snapshot.changed(self._look(module))
+    def first_change(self, module: torch.nn.Module) -> tuple[str, str] | None:
+        """Return the name and owner of the first fact that has changed; None if none has."""
+        return self.snapshot.first_change(self._take_snapshot(module))
 
     def difference(self, module: torch.nn.Module) -> str:
-        """In words, the first thing that is not as it was; "" where all is."""
+        """Describe the first fact that has changed; "" if none has."""
         if module is not self.snapshot.module:
             return "the module is another object"
-        now = self._look(module)
-        place = self.snapshot.changed(now)
-        if place is None:
+        current = self._take_snapshot(module)
+        change = self.snapshot.first_change(current)
+        if change is None:
             return ""
-        before, after = self.snapshot.facts.get(place), now.facts.get(place)
-        what, where = place
-        return f"{what} of {where}: {before.text if before else 'absent'} → {after.text if after else 'absent'}"
+        before, after = self.snapshot.facts.get(change), current.facts.get(change)
+        name, owner = change
+        return f"{name} of {owner}: {before.text if before else 'absent'} → {after.text if after else 'absent'}"
 
     def _first_check(self, module: torch.nn.Module) -> Any:
         if module is not self.snapshot.module:
             return None
-        self.check = _compile(self.snapshot) if sees_each_change() else _unsure
+        self.check = _compile(self.snapshot) if detects_every_change() else _always_uncertain
         return self.check(module)
 
-    def look_again(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
-        """What `read` gives where an object was exchanged: the state is the same if every value is."""
-        now = self.now(module)
-        if now is None:
+    def _recheck(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
+        """Do the work of `read` if an object was replaced: the state is the same if all values are."""
+        current = self.current_snapshot(module)
+        if current is None:
             return None
-        self.snapshot = now
+        self.snapshot = current
         self.check = self._first_check
-        return now.named_tensors()
+        return current.named_tensors()
 
 
 Check: TypeAlias = Callable[[torch.nn.Module], Any]
@@ -254,24 +248,24 @@ def _compile(snapshot: Snapshot) -> Check:
     return check
 
 
-def _unsure(module: torch.nn.Module) -> bool:
+def _always_uncertain(module: torch.nn.Module) -> bool:
     return False
 
 
 @functools.cache
-def sees_each_change() -> bool:
-    """Whether a generated check notices each kind of change on this Python and PyTorch. If not, facts decide alone."""
+def detects_every_change() -> bool:
+    """Whether a generated check works on this version of Python and PyTorch; if not, the facts decide alone."""
 
-    def watch(module: torch.nn.Module) -> Callable[[], bool]:
+    def compile_check(module: torch.nn.Module) -> Callable[[], bool]:
         snapshot = Snapshot(module, ["weight", "mean"], None)
-        Surroundings(module, {(id(module), "reader")}).watch(snapshot)
+        Surroundings(module, {(id(module), "reader")}).add_to(snapshot)
         check = _compile(snapshot)
         return lambda: isinstance(check(module), list)
 
-    return notices_each_change(watch)
+    return detects_each_kind_of_change(compile_check)
 
 
 @functools.lru_cache(maxsize=64)
 def _code(source: str) -> CodeType:
-    """An exchanged object changes the values, not the source: it is not compiled again."""
+    """Compile a check; cached, because a replaced object changes the values in the scope and not the source."""
     return compile(source, "<onnxtrain module state>", "exec")

@@ -1,4 +1,4 @@
-"""A value that changes every few calls: to capture the module for each would take longer than to run it in PyTorch."""
+"""Count recaptures, and refuse a value that changes so often that recapturing would be slower than PyTorch."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from onnxtrain.capture.key.key import ModuleState
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.errors import CaptureError
 
-_FREE = 4  # captures for one value that are made in any case
-_CALLS_EACH = 16  # calls that each further one has to serve, on average
+_FREE_RECAPTURES = 4  # per value, however often it changes
+_CALLS_PER_RECAPTURE = 16  # on average, beyond those
 
 
 class ChangingStateError(CaptureError):
-    """Something that forward reads changes too often for captures."""
+    """A value that forward reads changes too often to be recaptured each time."""
 
 
 class ChangingNumberError(CaptureError):
-    """A Python number among the arguments changes too often for captures."""
+    """A Python number among the arguments changes too often to be recaptured each time."""
 
 
 class Recaptures:
-    """Counts the captures of one module by what had changed."""
+    """The recaptures of one module, by the value that had changed."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._made: dict[tuple[str, str], tuple[int, int]] = {}  # how many, and the number of the call of the first
-        self._numbers: dict[str, tuple[set[Any], int]] = {}  # the values, and the number of the call of the first
+        self._recaptures: dict[tuple[str, str], tuple[int, int]] = {}  # by fact: count, first call
+        self._numbers: dict[str, tuple[set[Any], int]] = {}  # by argument: values, first call
 
     def count(self, state: ModuleState, call: int) -> None:
-        """The module is not in this state any more, and is to be captured again, at the call of this number.
+        """Count a recapture in the call of index `call`, because the module has changed from `state`.
 
         Raises:
-            ChangingStateError: what changed has done so too often.
+            ChangingStateError: the same value has changed too often.
         """
-        change = state.change(self._module)
+        change = state.first_change(self._module)
         if change is None:
             return
-        made, first = self._made.get(change, (0, call))
-        if made >= _FREE and call - first < _CALLS_EACH * made:
-            name, where = change
+        count, first_call = self._recaptures.get(change, (0, call))
+        if count >= _FREE_RECAPTURES and call - first_call < _CALLS_PER_RECAPTURE * count:
+            name, owner = change
             raise ChangingStateError(
-                f"forward reads {name} of {where}, which changes every few calls: each value needs a graph of its own",
-                where=Surroundings(self._module, state.reads).line(name),
-                todo="pass the value to forward as a tensor, or keep it in a registered buffer, and change it in place",
+                f"forward reads {name} of {owner}, which changes every few calls, and each value needs its own graph",
+                where=Surroundings(self._module, state.reads).source_location(name),
+                expected=f"at most {_FREE_RECAPTURES} changes, or one in {_CALLS_PER_RECAPTURE} calls",
+                got=f"{count + 1} changes in {call - first_call + 1} calls",
+                todo="pass the value to forward as a tensor, or keep it in a registered buffer and change it in place",
             )
-        self._made[change] = (made + 1, first)
+        self._recaptures[change] = (count + 1, first_call)
 
     def count_numbers(self, constants: Mapping[str, Any], call: int) -> None:
-        """The module is to be captured, at the call of this number, with these constants among its arguments.
+        """Count a capture in the call of index `call`, with these constants among the arguments.
 
         Raises:
             ChangingNumberError: a number among them has had too many values.
@@ -59,14 +61,15 @@ class Recaptures:
         for path, value in constants.items():
             if type(value) not in (int, float):
                 continue
-            values, first = self._numbers.setdefault(path, (set(), call))
+            values, first_call = self._numbers.setdefault(path, (set(), call))
             if value in values:
                 continue
-            made = len(values) - 1  # after the first
-            if made >= _FREE and call - first < _CALLS_EACH * made:
+            count = len(values) - 1  # the first is no recapture
+            if count >= _FREE_RECAPTURES and call - first_call < _CALLS_PER_RECAPTURE * count:
                 raise ChangingNumberError(
-                    "a Python number among the arguments changes every few calls: each value needs a graph of its own",
-                    got=f"{type(value).__name__} {path}",
+                    "a Python number among the arguments changes every few calls, and each value needs its own graph",
+                    expected=f"at most {_FREE_RECAPTURES} changes, or one in {_CALLS_PER_RECAPTURE} calls",
+                    got=f"{type(value).__name__} {path}: {count + 1} changes in {call - first_call + 1} calls",
                     todo="pass the number as a tensor",
                 )
             values.add(value)

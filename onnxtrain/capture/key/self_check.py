@@ -1,6 +1,6 @@
-"""Whether a check of a module's state works on this Python and this PyTorch: tried out on a module of our own.
+"""Test on a small module whether a check of a module's state works on this version of Python and PyTorch.
 
-Versions keep attributes in different ways, and a check that overlooks a change gives wrong numbers without a word.
+Versions store attributes in different ways, and a check that misses a change would give silently wrong results.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 
 from onnxtrain.torch_compat.replacement import replaced
 
-# From a module to a function that says whether the module is still as it was.
-Watch: TypeAlias = Callable[[torch.nn.Module], Callable[[], bool]]
+# From a module to a function that returns whether the module is unchanged.
+CompileCheck: TypeAlias = Callable[[torch.nn.Module], Callable[[], bool]]
 
 
-def notices_each_change(watch: Watch) -> bool:
-    """Whether a check made by `watch` notices one change of each kind, and that it is undone."""
+def detects_each_kind_of_change(compile_check: CompileCheck) -> bool:
+    """Whether a check made by `compile_check` detects one change of each kind, and that it is reverted."""
     module = _module()
-    unchanged = watch(module)
-    # Twice: attributes may move to another place in memory when they are first looked at, or first changed.
-    return unchanged() and all(_notices(unchanged, change) for _ in range(2) for change in _changes(module))
+    is_unchanged = compile_check(module)
+    # Twice, because Python may move attributes in memory when they are first read or first changed.
+    return is_unchanged() and all(_detects(is_unchanged, change) for _ in range(2) for change in _changes(module))
 
 
-def _notices(unchanged: Callable[[], bool], change: AbstractContextManager[None]) -> bool:
+def _detects(is_unchanged: Callable[[], bool], change: AbstractContextManager[None]) -> bool:
     with change:
-        noticed = not unchanged()
-    return noticed and unchanged()
+        is_detected = not is_unchanged()
+    return is_detected and is_unchanged()
 
 
 class _Config:
@@ -36,8 +36,8 @@ class _Config:
         self.rate = 0.5
 
 
-# Text, for forwards are not followed into this package.
-_READER = """
+# As text, because code in this package is not followed.
+_READER_SOURCE = """
 def make(cell):
     def read(x, default=1.0):
         return x * FACTOR + cell + default
@@ -46,9 +46,9 @@ def make(cell):
 
 
 def _reader() -> Any:
-    """A function that reads a global, a closure and a default argument."""
+    """Make a function that reads a global, a closure and a default argument."""
     scope: dict[str, Any] = {"__name__": "reader", "FACTOR": 2.0}
-    exec(compile(_READER, "<reader>", "exec"), scope)
+    exec(compile(_READER_SOURCE, "<reader>", "exec"), scope)
     return scope["make"](2.0)
 
 
@@ -108,13 +108,13 @@ def _changes(module: Any) -> Iterator[AbstractContextManager[None]]:
 
 @contextmanager
 def _item(holder: Any, key: Any, value: object) -> Iterator[None]:
-    had_own = not isinstance(holder, MutableMapping) or key in holder
-    before = holder[key] if had_own else None
+    existed = not isinstance(holder, MutableMapping) or key in holder
+    before = holder[key] if existed else None
     holder[key] = value
     try:
         yield
     finally:
-        if had_own:
+        if existed:
             holder[key] = before
         else:
             del holder[key]

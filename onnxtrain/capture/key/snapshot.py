@@ -1,18 +1,17 @@
-"""A module as it is now: facts that are compared by value, and the source of a function that compares by identity.
+"""A snapshot of a module's state: facts that are compared by value, and a generated check that compares by identity.
 
-Both come from one walk over the submodules. The facts decide, and give the words of messages. The function runs on
-every step: a value that is the same object and cannot be changed in place needs no other look.
+Both come from one walk over the submodules. The facts decide whether the state has changed, and give the text of
+messages. The generated check runs on every step: a value that is the same immutable object has not changed.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
 import logging
 import operator
 import sys
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import EllipsisType, MemberDescriptorType, ModuleType, NoneType
@@ -22,66 +21,65 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from onnxtrain.capture.four_bit_weights import quantization_state, state_tensors
+from onnxtrain.capture.key.tensor_checks import TENSOR_FACT_NAMES, PythonCheck, cpp_check, state_tensor_facts
 from onnxtrain.capture.source_location import PACKAGE, PYTORCH
-from onnxtrain.capture.structure import PLAIN_TENSORS, constant_key
+from onnxtrain.capture.structure import constant_key
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.patch_points import MODULE_GETATTRIBUTE
-from onnxtrain.torch_compat.tensors import TENSOR_GUARDS, negated_view, version_of
+from onnxtrain.torch_compat.tensors import version_of
 
-Reads: TypeAlias = Collection[tuple[int, str]]  # id of a module, name of an attribute; the name "*" stands for all
+Reads: TypeAlias = Collection[tuple[int, str]]  # id of a module, name of an attribute; "*": all names
 
-_TensorGuards: Any = TENSOR_GUARDS.get()
-
-# What `Snapshot.statements` raise where something is of another kind or gone. PyTorch's check takes no None.
-CHANGED_KIND = "(LookupError, AttributeError, TypeError, ValueError)"
-_DIFFERS, _MAY_DIFFER, _RUNS = "differs", "may differ", "runs"
+# The generated statements raise these if a value is missing or of another class. PyTorch's check does not take None.
+READ_ERRORS = "(LookupError, AttributeError, TypeError, ValueError)"
+_CHANGED, _UNCERTAIN, _STATEMENT = "changed", "uncertain", "statement"
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = (*_HOOKS, "_modules", "_parameters", "_buffers")
-_ORDERED = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)  # forward goes through their submodules
+_ITERABLE = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)  # forward iterates over their submodules
 _BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"}
-_OF_EVERY_MODULE = frozenset(dir(torch.nn.Module)) - {"forward"}
-SINGLETONS = (NoneType, bool, EllipsisType)
-VALUES = (
-    *(*SINGLETONS, int, float, complex, str, bytes, range, slice, type, enum.Enum),
+_COMMON_ATTRIBUTES = frozenset(dir(torch.nn.Module)) - {"forward"}
+SINGLETON_TYPES = (NoneType, bool, EllipsisType)
+VALUE_TYPES = (
+    *(*SINGLETON_TYPES, int, float, complex, str, bytes, range, slice, type, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-OPAQUE = (torch.Tensor, torch.nn.Module, torch.Generator, ModuleType, logging.Logger, threading.Thread)
-CONTAINERS = (list, dict, set, frozenset, tuple)
-DEEPEST_OBJECT = 2  # a config, and the configs in it
-DEEPEST = 6
-LARGEST = 1000  # larger containers (vocabularies) are compared by identity and length
+OPAQUE_TYPES = (torch.Tensor, torch.nn.Module, torch.Generator, ModuleType, logging.Logger, threading.Thread)
+CONTAINER_TYPES = (list, dict, set, frozenset, tuple)
+MAX_OBJECT_DEPTH = 2  # a config, and the configs in it
+MAX_DEPTH = 6
+MAX_ELEMENTS = 1000  # larger containers (vocabularies) are compared by identity and length
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing that is so: `key` is compared, `text` is read."""
+    """A property of the state: `key` is compared, `text` appears in messages."""
 
     key: Hashable
     text: str = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Same:
-    """Equal only for the same object, which stays alive."""
+class Identity:
+    """A key that is equal for the same object only, which it keeps alive."""
 
     value: object
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+        return isinstance(other, Identity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
 class Snapshot:
-    """What forward can read from a module, now.
+    """What forward can read from a module at this moment.
 
     Attributes:
-        module, names, reads: see `onnxtrain.capture.key.key.ModuleState.take`.
-        facts: by what and where, for example ("p", "encoder.dropout") and ("shape", "encoder.weight").
-        values: what the names in `source()` and `statements()` stand for.
-        tensors: all that were found, by module and name.
+        module, names, reads: see `onnxtrain.capture.key.key.ModuleState`.
+        facts: by name and owner, for example ("p", "encoder.dropout") and ("shape", "encoder.weight").
+        values: the values of the global names in `source()` and `statements()`.
+        tensors: the tensors of the state, by the id of the module and the name in it.
     """
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], reads: Reads | None) -> None:
@@ -91,252 +89,264 @@ class Snapshot:
         self.facts: dict[tuple[str, str], Fact] = {}
         self.values: dict[str, Any] = {"is_": operator.is_}
         self.tensors: dict[tuple[int, str], torch.Tensor] = {}
-        self._lines: list[tuple[str, str]] = []  # a statement or a condition, and what it means where that holds
-        self._variables: dict[tuple[int, str], str] = {}  # of tensors
-        self._first_of_tensor: dict[int, tuple[str, str]] = {}  # by id: variable and name
+        self._lines: list[tuple[str, str]] = []  # a statement or condition, and its verdict
+        self._variables: dict[tuple[int, str], str] = {}  # of tensors, as in `tensors`
+        self._first_of_tensor: dict[int, tuple[str, str]] = {}  # its first variable and name, by its id
         self._first_of_object: dict[int, str] = {}
         self._classes: set[type] = set()
-        self._of_classes: set[tuple[type, str]] = set()
-        self._read_of: dict[int, set[str]] = {}
+        self._class_attributes: set[tuple[type, str]] = set()
+        self._reads_of: dict[int, set[str]] = {}
         for owner, name in reads or ():
-            self._read_of.setdefault(owner, set()).add(name)
-        self._wanted = [_place(module, name) for name in self.names]
+            self._reads_of.setdefault(owner, set()).add(name)
+        self._named = [_owner_and_name(module, name) for name in self.names]
         self._global_hooks()
         for path, submodule in submodules(module):
-            _Visit(self, submodule, path or "the module").all()
+            _ModuleVisitor(self, submodule, path or "the module").visit()
 
-    def changed(self, now: Snapshot) -> tuple[str, str] | None:
-        """What and where is another fact in a later snapshot; None where there is nothing.
+    def first_change(self, later: Snapshot) -> tuple[str, str] | None:
+        """Return the name and owner of the first fact that differs in a later snapshot; None if none does.
 
-        A tensor that became tied is not: the graph takes it twice, and autograd adds its gradients.
+        A tensor that became tied is no change: the graph takes it twice, and autograd adds the two gradients.
         """
-        for place in dict.fromkeys((*self.facts, *now.facts)):
-            if self.facts.get(place) != now.facts.get(place) and (place[0] != _TIED or place in self.facts):
-                return place
+        for key in dict.fromkeys((*self.facts, *later.facts)):
+            if self.facts.get(key) != later.facts.get(key) and (key[0] != _TIED or key in self.facts):
+                return key
         return None
 
     def source(self) -> str:
-        """A function `check(module)`: the tensors of `names`; None if the state is another; False if it may be.
+        """Generate a function `check(module)` that returns the tensors of `names` if the state is unchanged.
+
+        It returns None if the state has changed, and False if only the facts can tell.
 
         Raises:
             CaptureError: the module does not have a tensor of `names`.
         """
         body = [f"if module is not {self.bind(self.module)}: return None", *self.statements("None", "False")]
-        body = ["try:", *(f"    {line}" for line in body), f"except {CHANGED_KIND}: return None"]
+        body = ["try:", *(f"    {line}" for line in body), f"except {READ_ERRORS}: return None"]
         body.append(f"return [{', '.join(self.variables())}]")
         return "def check(module):\n" + "\n".join(f"    {line}" for line in body) + "\n"
 
     def variables(self) -> list[str]:
-        """The variables in which `statements()` leave the tensors of `names`.
+        """Return the variables to which `statements()` assign the tensors of `names`.
 
         Raises:
             CaptureError: the module does not have a tensor of `names`.
         """
         self._refuse_missing()
-        return [self._variables[place] for place in self._wanted]
+        return [self._variables[key] for key in self._named]
 
     def named_tensors(self) -> list[torch.Tensor]:
-        """The tensors of `names`.
+        """Return the tensors of `names`.
 
         Raises:
             CaptureError: the module does not have a tensor of `names`.
         """
         self._refuse_missing()
-        return [self.tensors[place] for place in self._wanted]
+        return [self.tensors[key] for key in self._named]
 
     def _refuse_missing(self) -> None:
-        for name, place in zip(self.names, self._wanted, strict=True):
-            if place not in self.tensors:
+        for name, key in zip(self.names, self._named, strict=True):
+            if key not in self.tensors:
                 raise CaptureError(
-                    "a tensor that forward reads is not a parameter, buffer or attribute of the module", got=name
+                    "the module does not have a tensor that forward reads",
+                    expected="a parameter, buffer or tensor attribute of the module or one of its submodules",
+                    got=name,
+                    todo="the module runs in PyTorch; register the tensor as a buffer",
                 )
 
-    def statements(self, other: str, unsure: str) -> list[str]:
-        """Python that returns `other` if the module's state is another, and `unsure` where only facts can tell.
+    def statements(self, changed: str, uncertain: str) -> list[str]:
+        """Generate statements that return `changed` if the state has changed, and `uncertain` if only facts can tell.
 
-        It reads the attributes themselves, as any Python program may. Where one is missing, or is of another kind, it
-        raises one of `CHANGED_KIND`.
+        They read attributes in ordinary Python. If one is missing or of another class, they raise one of `READ_ERRORS`.
         """
-        verdicts = {_DIFFERS: f": return {other}", _MAY_DIFFER: f": return {unsure}", _RUNS: ""}
-        found = [text + verdicts[verdict] for text, verdict in self._lines]
+        suffixes = {_CHANGED: f": return {changed}", _UNCERTAIN: f": return {uncertain}", _STATEMENT: ""}
+        statements = [text + suffixes[verdict] for text, verdict in self._lines]
         if self.tensors:
             tensors = ", ".join(variable for variable, _ in self._first_of_tensor.values())
-            facts = [_tensor_facts(tensor) for tensor in self.different_tensors()]
-            self.values["exact"] = _ExactTensors(facts)
-            self.values["quick"] = quick_check(self.different_tensors()) or (lambda *tensors: False)
-            found.append(f"if not quick({tensors}) and not exact({tensors}): return {other}")
-        return found
+            distinct = self.distinct_tensors()
+            self.values["python_check"] = PythonCheck(state_tensor_facts, distinct)
+            self.values["cpp_check"] = cpp_check(distinct) or (lambda *tensors: False)
+            statements.append(f"if not cpp_check({tensors}) and not python_check({tensors}): return {changed}")
+        return statements
 
     def bind(self, value: object) -> str:
-        """A name for `value` in the source."""
+        """Return a global name for `value` in the source."""
         name = f"c{len(self.values)}"
         self.values[name] = value
         return name
 
-    def emit(self, line: str) -> None:
-        self._lines.append((line, _RUNS))
+    def add_statement(self, statement: str) -> None:
+        self._lines.append((statement, _STATEMENT))
 
-    def differs(self, *conditions: str) -> None:
-        """Where one of these holds, the state is another."""
+    def changed_if(self, *conditions: str) -> None:
+        """Let the check find a change if one of these conditions holds."""
         if conditions:
-            self._lines.append((f"if {' or '.join(conditions)}", _DIFFERS))
+            self._lines.append((f"if {' or '.join(conditions)}", _CHANGED))
 
-    def may_differ(self, *conditions: str) -> None:
-        """Where one of these holds, only facts can tell."""
+    def uncertain_if(self, *conditions: str) -> None:
+        """Let the check leave it to the facts if one of these conditions holds."""
         if conditions:
-            self._lines.append((f"if {' or '.join(conditions)}", _MAY_DIFFER))
+            self._lines.append((f"if {' or '.join(conditions)}", _UNCERTAIN))
 
-    def read_of(self, module: torch.nn.Module) -> Collection[str] | None:
-        """The attributes that forward reads of this module; None for all."""
+    def reads_of(self, module: torch.nn.Module) -> Collection[str] | None:
+        """Return the attributes of this module that forward reads; None for all."""
         if self.reads is None or type(module).__getattribute__ is not object.__getattribute__:
             return None
-        read = self._read_of.get(id(module), ())
-        return None if "*" in read else read
+        reads = self._reads_of.get(id(module), ())
+        return None if "*" in reads else reads
 
-    def missed(self, module: torch.nn.Module) -> list[str]:
-        """The attributes that forward looks for in the module, and finds only in its class or not at all."""
-        own = module.__dict__
-        parts = (own, own["_parameters"], own["_buffers"], own["_modules"])
-        read = self._read_of.get(id(module), set()) - _OF_EVERY_MODULE - {"*"}
-        return sorted(name for name in read if not any(name in part for part in parts))
+    def reads_beyond_instance(self, module: torch.nn.Module) -> list[str]:
+        """Return the attributes that forward reads, and that the module has in its class only or not at all."""
+        attributes = module.__dict__
+        tables = (attributes, attributes["_parameters"], attributes["_buffers"], attributes["_modules"])
+        reads = self._reads_of.get(id(module), set()) - _COMMON_ATTRIBUTES - {"*"}
+        return sorted(name for name in reads if not any(name in table for table in tables))
 
-    def different_tensors(self) -> list[torch.Tensor]:
-        """Each tensor once, though it has several names: PyTorch's check takes no tensor twice."""
+    def distinct_tensors(self) -> list[torch.Tensor]:
+        """Return each tensor once, even if it has several names: PyTorch's check takes no tensor twice."""
         return list({id(tensor): tensor for tensor in self.tensors.values()}.values())
 
     def is_named(self, module: torch.nn.Module, name: str) -> bool:
-        return (id(module), name) in self._wanted
-
-    def is_wanted(self, name: str) -> bool:
-        """Whether `name` is one of `names`."""
-        return name in self.names
+        """Whether one of `names` is this attribute of this module."""
+        return (id(module), name) in self._named
 
     # Tensors
 
-    def outside_tensor(self, name: str, place: str, value: torch.Tensor) -> None:
-        """One that no module holds itself, and where the source finds it."""
-        self.tensor(_place(self.module, name), place, value, name)
+    def add_outside_tensor(self, name: str, expression: str, value: torch.Tensor) -> None:
+        """Add a tensor that no module holds itself; `expression` reads it in the source."""
+        self.add_tensor(_owner_and_name(self.module, name), expression, value, name)
 
-    def tensor(self, at: tuple[int, str], place: str, value: torch.Tensor, where: str) -> str:
-        """A tensor of a module, by id and name: what is known of it but its elements. Gives its name in the source."""
+    def add_tensor(self, key: tuple[int, str], expression: str, value: torch.Tensor, path: str) -> str:
+        """Add a tensor of a module and its facts except its values; return its variable in the source."""
         variable = f"t{len(self.tensors)}"
-        self._variables[at] = variable
-        self.tensors[at] = value
-        self.emit(f"{variable} = {place}")
-        for what, fact in zip(_TENSOR_FACTS, _tensor_facts(value), strict=True):
-            self.fact(what, where, fact, fact.__name__ if isinstance(fact, type) else None)
-        first = self._first_of_tensor.setdefault(id(value), (variable, where))
+        self._variables[key] = variable
+        self.tensors[key] = value
+        self.add_statement(f"{variable} = {expression}")
+        for name, fact in zip(TENSOR_FACT_NAMES, state_tensor_facts(value), strict=True):
+            self.add_fact(name, path, fact, fact.__name__ if isinstance(fact, type) else None)
+        first = self._first_of_tensor.setdefault(id(value), (variable, path))
         if first[0] != variable:
-            self.fact(_TIED, where, first[1])
-            self.differs(f"{variable} is not {first[0]}")
+            self.add_fact(_TIED, path, first[1])
+            self.changed_if(f"{variable} is not {first[0]}")
         return variable
 
-    def quantized(self, owner: torch.nn.Module, name: str, variable: str, value: torch.Tensor, where: str) -> None:
-        """What a quantized weight, `variable` in the source, is quantized with."""
-        state = quantization_state(value)
+    def add_quantization_state(
+        self, module: torch.nn.Module, name: str, variable: str, weight: torch.Tensor, path: str
+    ) -> None:
+        """Add the quantization state of a weight, which is `variable` in the source, if it has one."""
+        state = quantization_state(weight)
         if state is None:
             return
-        self.value("quantization", where, state, 0, 0)
-        self.may_differ(f"{variable}.quant_state is not {self.bind(state)}")
-        for way, tensor in state_tensors(value).items():
-            if self.is_named(owner, f"{name}.{way}"):
-                self.tensor((id(owner), f"{name}.{way}"), f"{variable}.{way}", tensor, f"{where}.{way}")
+        self.add_value("quantization", path, state, 0, 0)
+        self.uncertain_if(f"{variable}.quant_state is not {self.bind(state)}")
+        for suffix, tensor in state_tensors(weight).items():
+            if self.is_named(module, f"{name}.{suffix}"):
+                key = id(module), f"{name}.{suffix}"
+                self.add_tensor(key, f"{variable}.{suffix}", tensor, f"{path}.{suffix}")
 
-    def fact(self, what: str, where: str, key: Hashable, text: str | None = None) -> None:
-        self.facts[what, where] = Fact(key, str(key) if text is None else text)
+    def add_fact(self, name: str, owner: str, key: Hashable, text: str | None = None) -> None:
+        self.facts[name, owner] = Fact(key, str(key) if text is None else text)
 
-    def constants(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Tensors whose elements a graph holds. Without a gradient each change in place counts up their versions."""
+    def add_constants(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add the versions of tensors whose values a graph embeds: each in-place change increments a version."""
         counted = [tensor for tensor in tensors if not tensor.is_inference()]
-        for number, tensor in enumerate(counted):
-            self.fact("changes", f"constant {number}", version_of(tensor))
+        for index, tensor in enumerate(counted):
+            self.add_fact("changes", f"constant {index}", version_of(tensor))
         if counted:
             versions = self.bind(version_of)
             saved = self.bind([version_of(tensor) for tensor in counted])
-            self.differs(f"[*map({versions}, {self.bind(counted)})] != {saved}")
+            self.changed_if(f"[*map({versions}, {self.bind(counted)})] != {saved}")
 
     # Values of attributes
 
-    def attribute(self, container: str, name: str, value: object, where: str) -> None:
-        """An entry of a module's `__dict__`."""
-        self.value(name, where, value, 0, 0)
-        self.compare(f"{container}[{name!r}]", value)
+    def add_attribute(self, attributes: str, name: str, value: object, owner: str) -> None:
+        """Add an entry of a module's `__dict__`, which is `attributes` in the source."""
+        self.add_value(name, owner, value, 0, 0)
+        self.check_value(f"{attributes}[{name!r}]", value)
 
-    def compare(self, place: str, value: object) -> None:
-        """Checks that an expression gives this value: the same object, or the same number or string."""
-        bound = repr(value) if isinstance(value, SINGLETONS) else self.bind(value)
-        if isinstance(value, SINGLETONS):
-            self.differs(f"{place} is not {bound}")
+    def check_value(self, expression: str, value: object) -> None:
+        """Check that an expression gives this value: the same object, or the same number or string."""
+        bound = repr(value) if isinstance(value, SINGLETON_TYPES) else self.bind(value)
+        if isinstance(value, SINGLETON_TYPES):
+            self.changed_if(f"{expression} is not {bound}")
         elif type(value) in (int, float, str) and value == value and value != 0:
             kind = type(value).__name__
-            self.differs(f"(v := {place}) is not {bound} and (v.__class__ is not {kind} or v != {bound})")
+            self.changed_if(f"(v := {expression}) is not {bound} and (v.__class__ is not {kind} or v != {bound})")
         else:
-            self.may_differ(f"{place} is not {bound}")
+            self.uncertain_if(f"{expression} is not {bound}")
 
-    def of_class(self, kind: type, name: str, where: str) -> None:
-        """What forward finds in the class of a module: a constant, a method, a property."""
+    def add_class_attribute(self, kind: type, name: str, owner: str) -> None:
+        """Add an attribute that forward reads from the class of a module: a constant, a method, a property."""
         value = getattr(kind, name)
         if getattr(kind, name) is not value:
-            return  # a class method is another object on each look: who exchanges one is not noticed
-        self.value(name, where, value, 0, 0)
-        if name != "forward" and (kind, name) not in self._of_classes:  # that of every class is looked at anyhow
-            self._of_classes.add((kind, name))
-            self.may_differ(f"{self.bind(kind)}.{name} is not {self.bind(value)}")
+            return  # each access of a class method makes another object: its replacement is not detected
+        self.add_value(name, owner, value, 0, 0)
+        if name != "forward" and (kind, name) not in self._class_attributes:  # `forward` is checked for every class
+            self._class_attributes.add((kind, name))
+            self.uncertain_if(f"{self.bind(kind)}.{name} is not {self.bind(value)}")
 
-    def value(self, name: str, where: str, value: object, depth: int, objects: int) -> None:
-        """Facts of a value and of what is in it, and checks of what can be changed in place."""
-        if isinstance(value, VALUES):
-            self.fact(name, where, constant_key(value), repr(value))
+    def add_value(self, name: str, owner: str, value: object, depth: int, objects: int) -> None:
+        """Add facts of a value and its contents, and checks of what can change in place.
+
+        Args:
+            name: the name of the fact.
+            owner: the owner of the fact.
+            value: the value.
+            depth: the number of containers and objects around it.
+            objects: the number of objects among them.
+        """
+        if isinstance(value, VALUE_TYPES):
+            self.add_fact(name, owner, constant_key(value), repr(value))
             return
-        if isinstance(value, torch.Tensor) and self.is_wanted(f"{where}.{name}".removeprefix("the module.")):
+        if isinstance(value, torch.Tensor) and f"{owner}.{name}".removeprefix("the module.") in self.names:
             return
-        parts = children(value, objects) if depth < DEEPEST else None
-        if parts is None or len(parts) > LARGEST:
-            length = len(value) if isinstance(value, CONTAINERS) else None
-            self.fact(name, where, (Same(value), length), f"{type(value).__name__} at {id(value):#x}")
+        contents = children(value, objects) if depth < MAX_DEPTH else None
+        if contents is None or len(contents) > MAX_ELEMENTS:
+            length = len(value) if isinstance(value, CONTAINER_TYPES) else None
+            self.add_fact(name, owner, (Identity(value), length), f"{type(value).__name__} at {id(value):#x}")
             if length is not None and not isinstance(value, tuple):
-                self.differs(f"len({self.bind(value)}) != {length}")
+                self.changed_if(f"len({self.bind(value)}) != {length}")
             return
-        here = f"{name} of {where}"
-        first = self._first_of_object.setdefault(id(value), here)
-        if first != here and not isinstance(value, tuple):
-            self.fact(name, where, ("the same as", first), f"the {first}")
+        title = f"{name} of {owner}"
+        first = self._first_of_object.setdefault(id(value), title)
+        if first != title and not isinstance(value, tuple):
+            self.add_fact(name, owner, ("the same as", first), f"the {first}")
             return
         kind = type(value)
-        self.fact(name, where, (kind, len(parts)), f"{kind.__name__} of {len(parts)}")
-        self.watch(value, parts)
-        if isinstance(value, CONTAINERS) and getattr(value, "__dict__", None):  # a subclass with attributes of its own
-            self.value(f"{name}.__dict__", where, vars(value), depth + 1, objects + 1)
-        for step, child in parts.items():
-            self.value(name + step, where, child, depth + 1, objects + (not isinstance(value, CONTAINERS)))
+        self.add_fact(name, owner, (kind, len(contents)), f"{kind.__name__} of {len(contents)}")
+        self.check_contents(value, contents)
+        if isinstance(value, CONTAINER_TYPES) and getattr(value, "__dict__", None):  # a subclass with attributes
+            self.add_value(f"{name}.__dict__", owner, vars(value), depth + 1, objects + 1)
+        for step, child in contents.items():
+            self.add_value(name + step, owner, child, depth + 1, objects + (not isinstance(value, CONTAINER_TYPES)))
 
-    def watch(self, value: object, parts: Mapping[str, object]) -> None:
-        """Checks that the same objects are in a container, or in an object."""
+    def check_contents(self, value: object, contents: Mapping[str, object]) -> None:
+        """Check that a container or an object contains the same objects."""
         if isinstance(value, (tuple, frozenset)):
             return
         bound = self.bind(value)
         if isinstance(value, set):
-            self.may_differ(f"{bound} != {self.bind(set(value))}")
+            self.uncertain_if(f"{bound} != {self.bind(set(value))}")
         elif isinstance(value, list):
-            saved = self.bind(tuple(parts.values()))
-            self.may_differ(f"len({bound}) != {len(parts)}", f"not all(map(is_, {bound}, {saved}))")
+            saved = self.bind(tuple(contents.values()))
+            self.uncertain_if(f"len({bound}) != {len(contents)}", f"not all(map(is_, {bound}, {saved}))")
         elif isinstance(value, dict):
-            self._watch_dict(bound, value)
+            self._check_dict(bound, value)
         else:
             if hasattr(value, "__dict__"):
-                self._watch_dict(f"{bound}.__dict__", vars(value))
+                self._check_dict(f"{bound}.__dict__", vars(value))
             absent = self.bind(_ABSENT)
-            self.may_differ(*(
+            self.uncertain_if(*(
                 f"getattr({bound}, {name!r}, {absent}) is not {self.bind(getattr(value, name, _ABSENT))}"
                 for name in slots(value)
             ))  # fmt: skip
 
-    def _watch_dict(self, place: str, value: Mapping[Any, object]) -> None:
+    def _check_dict(self, expression: str, value: Mapping[Any, object]) -> None:
         keys, saved = self.bind(tuple(value)), self.bind(tuple(value.values()))
-        self.may_differ(
-            f"len({place}) != {len(value)}",
-            f"not all(map(is_, {place}.values(), {saved}))",
-            f"not all(map(is_, {place}, {keys}))",
+        self.uncertain_if(
+            f"len({expression}) != {len(value)}",
+            f"not all(map(is_, {expression}.values(), {saved}))",
+            f"not all(map(is_, {expression}, {keys}))",
         )
 
     # Hooks
@@ -344,181 +354,126 @@ class Snapshot:
     def _global_hooks(self) -> None:
         tables = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
         if not any(tables):
-            self.differs(f"any({self.bind(tables)})")
+            self.changed_if(f"any({self.bind(tables)})")
         for name, table in zip(_HOOKS, tables, strict=True):
             if table:
-                self.hooks(self.bind(table), name, "all modules", table)
+                self.add_hooks(self.bind(table), name, "all modules", table)
 
-    def hooks(self, source: str, name: str, where: str, hooks: Mapping[int, object]) -> None:
-        """A table of hooks that is not empty, and where the source finds it."""
-        words = name.strip("_").replace("_", " ")
-        self.fact(words, where, tuple((i, Same(hook)) for i, hook in hooks.items()), f"{len(hooks)}")
-        self.differs(f"{source} != {self.bind(dict(hooks))}")
+    def add_hooks(self, expression: str, attribute: str, owner: str, hooks: Mapping[int, object]) -> None:
+        """Add a table of hooks that is not empty; `expression` reads it in the source."""
+        name = attribute.strip("_").replace("_", " ")
+        self.add_fact(name, owner, tuple((i, Identity(hook)) for i, hook in hooks.items()), f"{len(hooks)}")
+        self.changed_if(f"{expression} != {self.bind(dict(hooks))}")
 
 
-class _Visit:
-    """One submodule."""
+class _ModuleVisitor:
+    """Adds one submodule to a snapshot."""
 
     def __init__(self, snapshot: Snapshot, module: torch.nn.Module, path: str) -> None:
         if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError("a TorchScript module cannot be captured", where=path)
-        self._of = snapshot
+            raise CaptureError(
+                "a TorchScript module cannot be captured",
+                where=path,
+                expected="a torch.nn.Module that runs in Python",
+                got=type(module).__qualname__,
+                todo="the module runs in PyTorch; use the module from before torch.jit.script or torch.jit.trace",
+            )
+        self._snapshot = snapshot
         self._module = module
         self._path = path
 
-    def all(self) -> None:
-        snapshot, module, path = self._of, self._module, self._path
-        own = module.__dict__
+    def visit(self) -> None:
+        snapshot, module, path = self._snapshot, self._module, self._path
+        attributes = module.__dict__
         kind = type(module)
         bound = snapshot.bind(module)
-        snapshot.fact("class", path, Same(kind), kind.__qualname__)
+        snapshot.add_fact("class", path, Identity(kind), kind.__qualname__)
         bound_class = snapshot.bind(kind)
-        snapshot.differs(f"{bound}.__class__ is not {bound_class}")
+        snapshot.changed_if(f"{bound}.__class__ is not {bound_class}")
         if kind not in snapshot._classes:
             snapshot._classes.add(kind)
-            snapshot.fact("forward", f"class {kind.__qualname__}", Same(kind.forward), "a function")
-            snapshot.fact("__call__", f"class {kind.__qualname__}", Same(kind.__call__), "a function")
-            snapshot.differs(
+            snapshot.add_fact("forward", f"class {kind.__qualname__}", Identity(kind.forward), "a function")
+            snapshot.add_fact("__call__", f"class {kind.__qualname__}", Identity(kind.__call__), "a function")
+            snapshot.changed_if(
                 f"{bound_class}.forward is not {snapshot.bind(kind.forward)}",
                 f"{bound_class}.__call__ is not {snapshot.bind(kind.__call__)}",
             )
-        snapshot.emit(f"d = {bound}.__dict__")
-        snapshot.differs(*(f'd["{name}"]' for name in _TABLES if not own[name]))
+        snapshot.add_statement(f"d = {bound}.__dict__")
+        snapshot.changed_if(*(f'd["{name}"]' for name in _TABLES if not attributes[name]))
         for name in _HOOKS:
-            if own[name]:
-                snapshot.hooks(f"d[{name!r}]", name, path, own[name])
-        self._children(own["_modules"])
+            if attributes[name]:
+                snapshot.add_hooks(f"d[{name!r}]", name, path, attributes[name])
+        self._add_submodules(attributes["_modules"])
         for table in ("_parameters", "_buffers"):
-            self._tensors(table, own[table])
-        self._attributes(own)
+            self._add_tensors(table, attributes[table])
+        self._add_attributes(attributes)
 
-    def _children(self, children: Mapping[str, torch.nn.Module | None]) -> None:
-        snapshot = self._of
+    def _add_submodules(self, children: Mapping[str, torch.nn.Module | None]) -> None:
+        snapshot = self._snapshot
         if not children:
             return
         names = list(children)
-        snapshot.fact("names of submodules", self._path, tuple(names), ", ".join(names))
+        snapshot.add_fact("names of submodules", self._path, tuple(names), ", ".join(names))
         for name, child in children.items():
-            snapshot.fact(f"submodule {name}", self._path, Same(child), type(child).__name__)
-        snapshot.emit('m = d["_modules"]')
-        snapshot.differs(
+            snapshot.add_fact(f"submodule {name}", self._path, Identity(child), type(child).__name__)
+        snapshot.add_statement('m = d["_modules"]')
+        snapshot.changed_if(
             f"len(m) != {len(names)}",
             *(f"m[{name!r}] is not {snapshot.bind(child)}" for name, child in children.items()),
         )
-        if isinstance(self._module, _ORDERED) and len(names) > 1:
-            snapshot.differs(f"[*m] != {snapshot.bind(names)}")
+        if isinstance(self._module, _ITERABLE) and len(names) > 1:
+            snapshot.changed_if(f"[*m] != {snapshot.bind(names)}")
 
-    def _tensors(self, table: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
-        snapshot = self._of
+    def _add_tensors(self, table: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        snapshot = self._snapshot
         if not tensors:
             return
-        snapshot.emit(f'p = d["{table}"]')
-        snapshot.differs(f"len(p) != {len(tensors)}")
+        snapshot.add_statement(f'p = d["{table}"]')
+        snapshot.changed_if(f"len(p) != {len(tensors)}")
         for name in tensors:
-            value = tensors[name]
-            where = name if self._path == "the module" else f"{self._path}.{name}"
-            if value is None:
-                snapshot.fact("tensor", where, None)
-                snapshot.differs(f"p[{name!r}] is not None")
+            tensor = tensors[name]
+            path = self._path_of(name)
+            if tensor is None:
+                snapshot.add_fact("tensor", path, None)
+                snapshot.changed_if(f"p[{name!r}] is not None")
             else:
-                variable = snapshot.tensor((id(self._module), name), f"p[{name!r}]", value, where)
-                snapshot.quantized(self._module, name, variable, value, where)
+                variable = snapshot.add_tensor((id(self._module), name), f"p[{name!r}]", tensor, path)
+                snapshot.add_quantization_state(self._module, name, variable, tensor, path)
 
-    def _attributes(self, own: Mapping[str, object]) -> None:
-        snapshot, module, path = self._of, self._module, self._path
-        read = snapshot.read_of(module)
-        if read is None:
-            snapshot.differs(f"len(d) != {len(own)}")
-        for name, value in own.items():
-            if name in _BOOKKEEPING or not (read is None or name in read):
+    def _add_attributes(self, attributes: Mapping[str, object]) -> None:
+        snapshot, module = self._snapshot, self._module
+        reads = snapshot.reads_of(module)
+        if reads is None:
+            snapshot.changed_if(f"len(d) != {len(attributes)}")
+        for name, value in attributes.items():
+            if name in _BOOKKEEPING or not (reads is None or name in reads):
                 continue
             if isinstance(value, torch.Tensor) and snapshot.is_named(module, name):
-                where = name if path == "the module" else f"{path}.{name}"
-                snapshot.tensor((id(module), name), f"d[{name!r}]", value, where)
+                snapshot.add_tensor((id(module), name), f"d[{name!r}]", value, self._path_of(name))
             else:
-                snapshot.attribute("d", name, value, path)
-        for name in snapshot.missed(module):
-            snapshot.may_differ(f"{name!r} in d")  # the same value may come to stand in the module itself
+                snapshot.add_attribute("d", name, value, self._path)
+        for name in snapshot.reads_beyond_instance(module):
+            snapshot.uncertain_if(f"{name!r} in d")  # the instance may get an attribute of the same value
             if hasattr(type(module), name):
-                snapshot.of_class(type(module), name, path)
+                snapshot.add_class_attribute(type(module), name, self._path)
+
+    def _path_of(self, name: str) -> str:
+        return name if self._path == "the module" else f"{self._path}.{name}"
 
 
 _TIED = "the tensor it is tied to"
-_TENSOR_FACTS = ("type", "requires_grad", "dtype", "shape", "device")
-
-
-def _tensor_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    kind = type(tensor)
-    kind = torch.Tensor if kind in PLAIN_TENSORS else kind
-    return kind, tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
-
-
-def quick_check(
-    tensors: Sequence[torch.Tensor], of_any_size: Sequence[torch.Tensor] = ()
-) -> Callable[..., bool] | None:
-    """PyTorch's own check, in C++: all facts, and the exact class. None where this version does not have it so."""
-    return _quick_check(tensors, of_any_size) if sees_each_fact() else None
-
-
-def _quick_check(tensors: Sequence[torch.Tensor], of_any_size: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    if _TensorGuards is None:
-        return None
-    sizes = [*(list(tensor.shape) for tensor in tensors), *([None] * tensor.dim() for tensor in of_any_size)]
-    tensors = [*tensors, *of_any_size]
-    any_strides: list[list[None]] = [[None] * tensor.dim() for tensor in tensors]
-    try:
-        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=any_strides)
-    except (TypeError, RuntimeError, ValueError):
-        return None
-    check: Callable[..., bool] = guards.check
-    return check
-
-
-@functools.cache
-def sees_each_fact() -> bool:
-    """Whether PyTorch's check, as this version has it, notices another value of each fact."""
-    if negated_view is None:
-        return False
-    with torch.inference_mode(False), torch.no_grad():
-        plain = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-        others = [
-            *(plain.double(), plain.to("meta"), plain.clone().requires_grad_(), plain.as_subclass(_Subclass)),
-            *(plain[0], negated_view(plain), plain.to_sparse(), torch.nn.Parameter(plain, requires_grad=False)),
-        ]
-        with torch.inference_mode():
-            others.append(plain.clone())
-        resized = plain.new_zeros(3, 3)
-    of_size, of_any_size = _quick_check([plain], ()), _quick_check((), [plain])
-    if of_size is None or of_any_size is None:
-        return False
-    seen = [check(plain) and not any(map(check, others)) for check in (of_size, of_any_size)]
-    return all(seen) and of_any_size(resized) and not of_size(resized)
-
-
-class _Subclass(torch.Tensor):
-    pass
-
-
-class _ExactTensors:
-    """Whether tensors have these facts."""
-
-    def __init__(self, facts: list[tuple[Any, ...]]) -> None:
-        self._facts = facts
-
-    def __call__(self, *tensors: torch.Tensor) -> bool:
-        return [*map(_tensor_facts, tensors)] == self._facts
 
 
 def children(value: object, objects: int) -> dict[str, object] | None:
-    """What is in a container or a plain object, by the step to it. None for what is compared by identity."""
+    """Return the contents of a container or a plain object, by path step; None for values compared by identity."""
     if isinstance(value, (list, tuple)):
         return {f"[{i}]": child for i, child in enumerate(value)}
-    if isinstance(value, dict):  # two keys that are objects may have one text
+    if isinstance(value, dict):  # different objects may have the same repr
         texts = (repr(key) if isinstance(key, (str, int)) else f"{i}: {key!r}" for i, key in enumerate(value))
         return {f"[{text}]": child for text, child in zip(texts, value.values(), strict=True)}
     if isinstance(value, (set, frozenset)):
         return {f"[{i}: {text}]": None for i, text in enumerate(sorted(map(repr, value)))}
-    if callable(value) or isinstance(value, OPAQUE) or objects >= DEEPEST_OBJECT:
+    if callable(value) or isinstance(value, OPAQUE_TYPES) or objects >= MAX_OBJECT_DEPTH:
         return None
     in_slots = slots(value)
     if not in_slots and not hasattr(value, "__dict__"):
@@ -528,7 +483,7 @@ def children(value: object, objects: int) -> dict[str, object] | None:
 
 
 def slots(value: object) -> tuple[str, ...]:
-    """The attributes that an object keeps outside of a `__dict__`."""
+    """Return the names of the attributes that an object keeps in slots."""
     return tuple(
         name
         for base in type(value).__mro__
@@ -543,7 +498,7 @@ _ABSENT = object()
 def submodules(
     module: torch.nn.Module, path: str = "", seen: set[int] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each submodule once, with the first path to it."""
+    """Yield each submodule once, with its first path."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -554,8 +509,11 @@ def submodules(
             yield from submodules(child, f"{path}.{name}" if path else name, seen)
 
 
-def _place(module: torch.nn.Module, name: str) -> tuple[int, str]:
-    """The submodule that holds a tensor of this qualified name, and its name there (dots: what a parameter holds)."""
+def _owner_and_name(module: torch.nn.Module, name: str) -> tuple[int, str]:
+    """Return the id of the submodule that holds a tensor of this qualified name, and the tensor's name in it.
+
+    That name contains dots if a parameter holds the tensor.
+    """
     steps = name.split(".")
     while len(steps) > 1 and (child := module.__dict__["_modules"].get(steps[0])) is not None:
         module = child
@@ -565,25 +523,25 @@ def _place(module: torch.nn.Module, name: str) -> tuple[int, str]:
 
 @contextmanager
 def attribute_reads() -> Iterator[set[tuple[int, str]]]:
-    """Collects which attributes of modules are read in this thread: what forward does not read cannot change it."""
+    """Collect the attributes of modules that this thread reads: forward does not depend on any other."""
     owner = threading.get_ident()
-    found: set[tuple[int, str]] = set()
+    reads: set[tuple[int, str]] = set()
     original = MODULE_GETATTRIBUTE.original
 
     def read(self: torch.nn.Module, name: str) -> Any:
         if threading.get_ident() == owner:
             if name != "__dict__":
-                found.add((id(self), name))
-            elif _is_forward(sys._getframe(1).f_code.co_filename):
-                found.add((id(self), "*"))
+                reads.add((id(self), name))
+            elif _may_be_forward(sys._getframe(1).f_code.co_filename):
+                reads.add((id(self), "*"))
         return original(self, name)
 
     with MODULE_GETATTRIBUTE.wrapped(lambda original: read):
-        yield found
+        yield reads
 
 
-def _is_forward(file: str) -> bool:
-    """Whether this may be code of a forward: PyTorch's export, nn.Module and we look into every `__dict__`."""
+def _may_be_forward(file: str) -> bool:
+    """Whether a file may contain code of a forward; torch.export, nn.Module and onnxtrain read every `__dict__`."""
     if file.startswith(PYTORCH):
         return file.startswith(f"{PYTORCH}nn/") and file != torch_module.__file__
     return not file.startswith(PACKAGE)

@@ -1,8 +1,8 @@
-"""What forward reads from outside its module: globals, closures, default arguments, attributes of classes and objects.
+"""The state outside a module that its forward can read: globals, closures, defaults, attributes of classes and objects.
 
-The code that forward may run is followed from function to function through the objects that it can reach by the names
-in it. User code is followed as far as it goes. In installed packages only the globals of what the module itself runs
-are watched, and PyTorch, Python's library and onnxtrain not at all.
+The walk follows the code that forward may run from function to function, through the objects that the names in it can
+reach. It follows all user code. In installed packages it takes only the globals of functions that the module itself
+runs; in PyTorch, Python's library and onnxtrain it takes nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.key.executed_code import with_nested
-from onnxtrain.capture.key.fingerprint import NOT_OF_A_CLASS, file_of, is_in_package, is_known_by_version
+from onnxtrain.capture.key.fingerprint import CLASS_BOOKKEEPING, file_of, is_in_package, is_known_by_version
 from onnxtrain.capture.key.snapshot import (
-    CONTAINERS,
-    DEEPEST,
-    DEEPEST_OBJECT,
-    LARGEST,
-    OPAQUE,
-    SINGLETONS,
-    VALUES,
-    Same,
+    CONTAINER_TYPES,
+    MAX_DEPTH,
+    MAX_ELEMENTS,
+    MAX_OBJECT_DEPTH,
+    OPAQUE_TYPES,
+    SINGLETON_TYPES,
+    VALUE_TYPES,
+    Identity,
     Snapshot,
     children,
     slots,
@@ -39,79 +39,79 @@ from onnxtrain.capture.key.snapshot import (
 from onnxtrain.capture.structure import PLAIN_TENSORS
 from onnxtrain.errors import CaptureError
 
-_MOST_PLACES = 5000  # where more can be reached, the rest is not watched
-_KNOWN, _INSTALLED, _USER = "known", "installed", "user"
+_MOST_REFERENCES = 5000  # any further ones are not checked
+_VERSIONED, _INSTALLED, _USER = "versioned", "installed", "user"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where forward finds a value.
+class Reference:
+    """A reference through which forward can reach a value.
 
     Attributes:
-        what, where: in words; the key of its fact.
-        path: the name of the value in a graph.
-        source: Python that reads it; `holder` and `key` stand for the two below.
+        name, owner: the key of its fact.
+        path: the name of the value as a graph input.
+        template: a Python expression that reads the value from `{holder}` and `{key}`.
         holder: a dict, a list, a cell or another object.
-        key: of an item or an attribute.
-        value: what is there.
-        is_watched: whether the holder's check covers it, so that it needs none of its own.
-        is_covered: whether the snapshot of the module has its facts.
-        is_whole: whether what is in the value is watched, too.
+        key: the key of an item, or the name of an attribute.
+        value: the value now.
+        is_checked_with_holder: whether the check of the holder's contents includes it.
+        is_in_snapshot: whether the snapshot of the module has its facts.
+        includes_contents: whether the contents of the value are checked, too.
     """
 
-    what: str
-    where: str
+    name: str
+    owner: str
     path: str
-    source: str
+    template: str
     holder: Any
     key: Any
     value: object
-    is_watched: bool = False
-    is_covered: bool = False
-    is_whole: bool = True
+    is_checked_with_holder: bool = False
+    is_in_snapshot: bool = False
+    includes_contents: bool = True
 
 
 _ITEM, _CELL, _ATTRIBUTE = "{holder}[{key}]", "{holder}.cell_contents", "{holder}.{key}"
 
 
 class Surroundings:
-    """All that the code of a module's forward can reach.
+    """Everything that the code of a module's forward can reach outside of the module.
 
     Attributes:
-        places: where the values are, each once.
-        absent: dicts, with names that would hide what forward finds elsewhere now.
-        codes: the user's code that forward may run.
-        writes: globals of Python modules, their names, and what this code assigns to there.
+        references: each once.
+        absent: dicts, and names that would shadow what forward finds elsewhere if the dict got them.
+        codes: the user's code that forward may run, with its globals, by id.
+        writes: the globals that this code assigns: their dict, the name of the Python module, the names.
     """
 
     def __init__(self, module: torch.nn.Module, reads: Collection[tuple[int, str]] | None) -> None:
-        """Args: see `ModuleState.take`; `reads` is None where it is not known.
+        """Args: see `ModuleState`; `reads` is None if unknown.
 
         Raises:
-            CaptureError: an object of the user's cannot be looked at.
+            CaptureError: an object of the user's cannot be inspected.
         """
         try:
             walk = _walk(module, reads)
-        except Exception as error:  # objects of users may raise anything
+        except Exception as error:  # the user's objects may raise anything
             raise CaptureError(
-                f"what forward reads from outside of {type(module).__name__} cannot be found: "
+                f"onnxtrain failed to find what forward of {type(module).__name__} reads from outside the module: "
                 f"{type(error).__name__}: {error}",
                 where=source_location.of_error(error),
                 todo="the module runs in PyTorch; this is a bug of onnxtrain: please report it with the module",
             ) from error
-        self.places, self.absent, self.codes = walk.places, walk.absent, walk.codes
+        self.references, self.absent, self.codes = walk.references, walk.absent, walk.codes
         self.writes = [*walk.writes.values()]
 
     def tensor_names(self) -> dict[Hashable, str]:
-        """The names of the tensors, by `memory_of` them."""
-        found: dict[Hashable, str] = {}
-        for place in self.places:
-            if isinstance(place.value, torch.Tensor) and (memory := memory_of(place.value)) is not None:
-                found.setdefault(memory, place.path)
-        return found
+        """Return the path of each tensor, by its `memory_key`."""
+        names: dict[Hashable, str] = {}
+        for reference in self.references:
+            if isinstance(reference.value, torch.Tensor) and (key := memory_key(reference.value)) is not None:
+                names.setdefault(key, reference.path)
+        return names
 
-    def line(self, name: str) -> str | None:
-        """The first line of the user's code that names an attribute or a global."""
+    def source_location(self, name: str) -> str | None:
+        """Return the first location in the user's code that contains the name of an attribute or a global."""
         for code, _ in self.codes.values():
             line = code.co_firstlineno
             for instruction in dis.get_instructions(code):
@@ -120,81 +120,80 @@ class Surroundings:
                     return source_location.of_code(code, line)
         return None
 
-    def watch(self, snapshot: Snapshot) -> None:
-        """Adds the facts of all places to a snapshot, and checks of them."""
-        together: dict[int, list[Place]] = {}
-        for place in self.places:
-            if isinstance(place.value, torch.Tensor) and snapshot.is_wanted(place.path):
-                snapshot.outside_tensor(place.path, _source(snapshot, place), place.value)
+    def add_to(self, snapshot: Snapshot) -> None:
+        """Add the facts and checks of all references to a snapshot."""
+        items: dict[int, list[Reference]] = {}  # by the id of the holder
+        for reference in self.references:
+            if isinstance(reference.value, torch.Tensor) and reference.path in snapshot.names:
+                snapshot.add_outside_tensor(reference.path, _expression(snapshot, reference), reference.value)
                 continue
-            if place.is_covered:
+            if reference.is_in_snapshot:
                 continue
-            _fact(snapshot, place)
-            if place.is_watched:
+            _add_fact(snapshot, reference)
+            if reference.is_checked_with_holder:
                 continue
-            if place.source is _ITEM and not _is_plain(place.value):
-                together.setdefault(id(place.holder), []).append(place)
+            if reference.template is _ITEM and not _is_compared_by_value(reference.value):
+                items.setdefault(id(reference.holder), []).append(reference)
             else:
-                snapshot.compare(_source(snapshot, place), place.value)
-        if together:
-            _compare_items(snapshot, [*together.values()])
+                snapshot.check_value(_expression(snapshot, reference), reference.value)
+        if items:
+            _check_items(snapshot, [*items.values()])
         for holder, names in filter(operator.itemgetter(1), self.absent):
             bound = snapshot.bind(holder)
             if len(names) < 4:
-                snapshot.may_differ(*(f"{name!r} in {bound}" for name in sorted(names)))
+                snapshot.uncertain_if(*(f"{name!r} in {bound}" for name in sorted(names)))
             else:
-                snapshot.may_differ(f"not {bound}.keys().isdisjoint({snapshot.bind(names)})")
+                snapshot.uncertain_if(f"not {bound}.keys().isdisjoint({snapshot.bind(names)})")
 
 
-def memory_of(tensor: torch.Tensor) -> Hashable:
-    """The same for tensors that are the same memory in the same way; None for those that a graph cannot take."""
+def memory_key(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for tensors with the same memory, dtype and layout; None for unsupported tensors."""
     if type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided or tensor.is_neg() or tensor.is_nested:
         return None
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _source(snapshot: Snapshot, place: Place) -> str:
-    key = place.key
-    if place.source is _ITEM:
+def _expression(snapshot: Snapshot, reference: Reference) -> str:
+    key = reference.key
+    if reference.template is _ITEM:
         key = repr(key) if isinstance(key, str | int) else snapshot.bind(key)
-    return place.source.format(holder=snapshot.bind(place.holder), key=key)
+    return reference.template.format(holder=snapshot.bind(reference.holder), key=key)
 
 
-def _is_plain(value: object) -> bool:
-    """Whether another object may have the same value: `1.5` read twice may be two objects."""
-    return isinstance(value, SINGLETONS) or type(value) in (int, float, str)
+def _is_compared_by_value(value: object) -> bool:
+    """Whether a value is compared by value, because an equal value may be another object, as of `1.5`."""
+    return isinstance(value, SINGLETON_TYPES) or type(value) in (int, float, str)
 
 
-def _fact(snapshot: Snapshot, place: Place) -> None:
-    value = place.value
-    if place.is_whole and _is_container(value):
-        parts = children(value, 0)
-        assert parts is not None
-        snapshot.fact(
-            place.what, place.where, (Same(type(value)), len(parts)), f"{type(value).__name__} of {len(parts)}"
-        )
-        snapshot.watch(value, parts)
-    elif place.is_whole and _is_followed(value):
-        snapshot.fact(place.what, place.where, Same(type(value)), type(value).__qualname__)
-    elif isinstance(value, VALUES):
-        snapshot.value(place.what, place.where, value, 0, 0)
-    elif place.is_whole and isinstance(value, CONTAINERS) and len(value) > LARGEST:
-        snapshot.value(place.what, place.where, value, DEEPEST, 0)
+def _add_fact(snapshot: Snapshot, reference: Reference) -> None:
+    name, owner, value = reference.name, reference.owner, reference.value
+    kind = type(value)
+    if reference.includes_contents and _is_container(value):
+        contents = children(value, 0)
+        assert contents is not None
+        snapshot.add_fact(name, owner, (Identity(kind), len(contents)), f"{kind.__name__} of {len(contents)}")
+        snapshot.check_contents(value, contents)
+    elif reference.includes_contents and _is_followed(value):
+        snapshot.add_fact(name, owner, Identity(kind), kind.__qualname__)
+    elif isinstance(value, VALUE_TYPES):
+        snapshot.add_value(name, owner, value, 0, 0)
+    elif reference.includes_contents and isinstance(value, CONTAINER_TYPES) and len(value) > MAX_ELEMENTS:
+        snapshot.add_value(name, owner, value, MAX_DEPTH, 0)
     else:
-        snapshot.fact(place.what, place.where, Same(value), f"{type(value).__name__} at {id(value):#x}")
+        snapshot.add_fact(name, owner, Identity(value), f"{kind.__name__} at {id(value):#x}")
 
 
-def _compare_items(snapshot: Snapshot, together: Sequence[Sequence[Place]]) -> None:
-    """One check of the items of several dicts: by identity, in C."""
+def _check_items(snapshot: Snapshot, by_holder: Sequence[Sequence[Reference]]) -> None:
+    """Check the items of several dicts by identity, in one expression that runs in C."""
     items: list[str] = []
-    for places in together:
-        if len(places) == 1:
-            items.append(_source(snapshot, places[0]))
+    for references in by_holder:
+        if len(references) == 1:
+            items.append(_expression(snapshot, references[0]))
             continue
-        getter = snapshot.bind(operator.itemgetter(*(place.key for place in places)))
-        items.append(f"*{getter}({snapshot.bind(places[0].holder)})")
-    saved = snapshot.bind(tuple(place.value for places in together for place in places))
-    snapshot.may_differ(f"not all(map(is_, ({', '.join(items)},), {saved}))")
+        getter = snapshot.bind(operator.itemgetter(*(reference.key for reference in references)))
+        items.append(f"*{getter}({snapshot.bind(references[0].holder)})")
+    saved = snapshot.bind(tuple(reference.value for references in by_holder for reference in references))
+    snapshot.uncertain_if(f"not all(map(is_, ({', '.join(items)},), {saved}))")
 
 
 # The walk
@@ -204,7 +203,7 @@ _Scope: TypeAlias = dict[str, Any]
 
 def _walk(module: torch.nn.Module, reads: Collection[tuple[int, str]] | None) -> _Walk:
     names = {"forward"}
-    while True:  # code that is reached has further names, by which more is reached
+    while True:  # the code that a walk reaches contains further names, which the next walk follows
         walk = _Walk(module, reads, frozenset(names))
         if walk.names == names:
             return walk
@@ -212,224 +211,230 @@ def _walk(module: torch.nn.Module, reads: Collection[tuple[int, str]] | None) ->
 
 
 class _Walk:
-    """One walk over what can be reached by `by`; `names` are the names in the code that was found."""
+    """One walk that follows `followed` names; `names` adds to them those in the code that it reached."""
 
-    def __init__(self, module: torch.nn.Module, reads: Collection[tuple[int, str]] | None, by: Collection[str]) -> None:
-        self.names: set[str] = set(by)
-        self.places: list[Place] = []
+    def __init__(
+        self, module: torch.nn.Module, reads: Collection[tuple[int, str]] | None, followed: Collection[str]
+    ) -> None:
+        self.names: set[str] = set(followed)
+        self.references: list[Reference] = []
         self.absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
         self.codes: dict[int, tuple[CodeType, _Scope]] = {}
         self.writes: dict[int, tuple[_Scope, str, set[str]]] = {}
-        self._by = frozenset(by)
+        self._followed = frozenset(followed)
         self._reads: dict[int, set[str]] | None = None if reads is None else {}
         for owner, name in reads or ():
             assert self._reads is not None
             self._reads.setdefault(owner, set()).add(name)
-        self._seen: dict[int, object] = {}  # the objects stay alive, so that no id is given again
-        self._placed: set[tuple[int, Any]] = set()
-        self._builtins: dict[int, tuple[_Scope, set[str]]] = {}  # by scope, names that are not in it
-        self._methods: dict[type, set[str]] = {}  # names that were looked for in classes of modules
-        self._extended: set[type] = set()  # classes that are looked at for new attributes
-        own = list(submodules(module))
-        self._seen.update((id(submodule), submodule) for _, submodule in own)
-        for path, submodule in own:
-            self._module(submodule, path)
+        self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
+        self._reference_keys: set[tuple[int, Any]] = set()
+        self._builtins: dict[int, tuple[_Scope, set[str]]] = {}  # by scope, the names that are not in it
+        self._methods: dict[type, set[str]] = {}  # the names that were looked up in classes of modules
+        self._extensible: set[type] = set()  # classes that are checked for new attributes
+        modules = list(submodules(module))
+        self._seen.update((id(submodule), submodule) for _, submodule in modules)
+        for path, submodule in modules:
+            self._visit_submodule(submodule, path)
         self.absent += [(scope, frozenset(names)) for scope, names in self._builtins.values()]
 
-    # Places
+    # References
 
-    def _place(self, place: Place, covered: int = 0) -> None:
-        """Notes a place and goes on from its value. `covered`: how many objects deep the module's snapshot looks."""
-        at = (id(place.holder), place.key if isinstance(place.key, str | int) else id(place.key))
-        if at in self._placed or len(self.places) >= _MOST_PLACES:
+    def _add(self, reference: Reference, covered: int = 0) -> None:
+        """Add a reference and visit its value; `covered`: how many objects deep the module's snapshot goes from it."""
+        key = reference.key if isinstance(reference.key, str | int) else id(reference.key)
+        if (id(reference.holder), key) in self._reference_keys or len(self.references) >= _MOST_REFERENCES:
             return
-        self._placed.add(at)
-        self.places.append(place)
-        if place.is_whole or isinstance(place.value, FunctionType | type):
-            self._value(place.value, place.path, covered)
+        self._reference_keys.add((id(reference.holder), key))
+        self.references.append(reference)
+        if reference.includes_contents or isinstance(reference.value, FunctionType | type):
+            self._visit(reference.value, reference.path, covered)
 
-    def _item(self, holder: Any, key: Any, what: str, where: str, *, covered: int = 0, is_whole: bool = True) -> None:
-        path = f"{where}.{what}"
-        place = Place(what, where, path, _ITEM, holder, key, holder[key], is_covered=covered > 0, is_whole=is_whole)
-        self._place(place, covered)
+    def _add_item(
+        self, holder: Any, name: str, owner: str, *, covered: int = 0, includes_contents: bool = True
+    ) -> None:
+        """Add the item `name` of a dict."""
+        reference = Reference(
+            *(name, owner, f"{owner}.{name}", _ITEM, holder, name, holder[name]),
+            is_in_snapshot=covered > 0,
+            includes_contents=includes_contents,
+        )
+        self._add(reference, covered)
 
     # Modules
 
-    def _module(self, module: torch.nn.Module, path: str) -> None:
-        """One of the module's own, whose attributes the snapshot watches."""
-        own = module.__dict__
-        read = self._read(module)
-        for name in sorted(own.keys() & read - _TABLES):
-            if not isinstance(own[name], _HELD):
-                self._value(own[name], f"{path}.{name}" if path else name, DEEPEST_OBJECT)
-        self._own_code(module, read)
+    def _visit_submodule(self, module: torch.nn.Module, path: str) -> None:
+        """Visit the attributes of a submodule that lead further; the snapshot has the attributes themselves."""
+        attributes = module.__dict__
+        reads = self._reads_of(module)
+        for name in sorted(attributes.keys() & reads - _TABLES):
+            if not isinstance(attributes[name], _LEAVES_OF_MODULES):
+                self._visit(attributes[name], f"{path}.{name}" if path else name, MAX_OBJECT_DEPTH)
+        self._visit_code(module, reads)
 
-    def _read(self, module: torch.nn.Module) -> Set[str]:
-        own = {name for name in module.__dict__ if name not in _TABLES}
+    def _reads_of(self, module: torch.nn.Module) -> Set[str]:
+        attributes = {name for name in module.__dict__ if name not in _TABLES}
         if self._reads is None:
-            return own & self._by | {"forward"}
-        read = self._reads.get(id(module), set())
-        return own | {"forward"} if "*" in read else read | {"forward"}
+            return attributes & self._followed | {"forward"}
+        reads = self._reads.get(id(module), set())
+        return attributes | {"forward"} if "*" in reads else reads | {"forward"}
 
-    def _own_code(self, module: torch.nn.Module, read: Collection[str]) -> None:
-        """What the module runs: its class, and of an installed package's class the methods that were read."""
+    def _visit_code(self, module: torch.nn.Module, reads: Collection[str]) -> None:
+        """Visit the class of a module and, if that is of an installed package, the methods that forward reads."""
         kind = type(module)
-        self._value(kind, _name(kind))
-        followed = self._methods.setdefault(kind, set())
-        for name in set(read) - followed:
+        self._visit(kind, _name(kind))
+        visited = self._methods.setdefault(kind, set())
+        for name in set(reads) - visited:
             for base in kind.__mro__:
-                found = vars(base).get(name)
-                while isinstance(found, FunctionType) and _origin(found.__code__.co_filename) == _INSTALLED:
-                    self._globals(found.__code__, found.__globals__, is_whole=False)
-                    found = getattr(found, "__wrapped__", None)  # of a decorator
-        followed.update(read)
+                method = vars(base).get(name)
+                while isinstance(method, FunctionType) and _origin(method.__code__.co_filename) == _INSTALLED:
+                    self._visit_globals(method.__code__, method.__globals__, is_user_code=False)
+                    method = getattr(method, "__wrapped__", None)  # of a decorator
+        visited.update(reads)
 
-    def _other_module(self, module: torch.nn.Module, path: str) -> None:
-        """A module that forward calls, and that is no submodule: a teacher in a list."""
-        own = module.__dict__
-        for name in sorted(self._read(module)):
-            if name in own:
-                self._item(own, name, name, path)
+    def _visit_outside_module(self, module: torch.nn.Module, path: str) -> None:
+        """Visit a module that forward calls and that is not a submodule, such as a teacher in a list."""
+        attributes = module.__dict__
+        for name in sorted(self._reads_of(module)):
+            if name in attributes:
+                self._add_item(attributes, name, path)
         for table in ("_parameters", "_buffers", "_modules"):
-            for name, value in own[table].items():
+            for name, value in attributes[table].items():
                 if value is not None:
-                    self._item(own[table], name, name, path)
-        self._own_code(module, self._read(module))
+                    self._add_item(attributes[table], name, path)
+        self._visit_code(module, self._reads_of(module))
 
     # Values
 
-    def _value(self, value: Any, path: str, covered: int = 0) -> None:
-        """Goes on from a value to what forward can find in it."""
-        if isinstance(value, VALUES) and not isinstance(value, type):
+    def _visit(self, value: Any, path: str, covered: int = 0) -> None:
+        """Add the references that forward can follow from a value."""
+        if isinstance(value, VALUE_TYPES) and not isinstance(value, type):
             return
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, type):
-            if not issubclass(value, torch.autograd.Function):  # runs as Python at each call, and reads what is there
-                self._class(value)
+            if not issubclass(value, torch.autograd.Function):  # its methods run as Python in each call
+                self._visit_class(value)
         elif isinstance(value, FunctionType):
-            self._function(value)
+            self._visit_function(value)
         elif isinstance(value, ModuleType):
-            self._python_module(value)
+            self._visit_python_module(value)
         elif isinstance(value, torch.nn.Module):
-            self._other_module(value, path)
-        elif parts := _parts(value):
-            for name in parts:
-                found, at = getattr(value, name), f"{path}.{name}"
-                self._place(Place(name, path, at, _ATTRIBUTE, value, name, found, is_watched=True))  # none can be set
+            self._visit_outside_module(value, path)
+        elif attributes := _wrapped_attributes(value):  # they are read-only: their holder's check includes them
+            for name in attributes:
+                source = (name, path, f"{path}.{name}", _ATTRIBUTE, value, name)
+                self._add(Reference(*source, getattr(value, name), is_checked_with_holder=True))
         elif _is_container(value):
-            self._container(value, path, covered)
+            self._visit_container(value, path, covered)
         elif _is_followed(value):
-            self._object(value, path, 0 if callable(value) else covered)
+            self._visit_object(value, path, 0 if callable(value) else covered)
 
-    def _container(self, value: Any, path: str, covered: int) -> None:
-        steps = children(value, 0)
-        if isinstance(value, set | frozenset) or steps is None:
+    def _visit_container(self, value: Any, path: str, covered: int) -> None:
+        contents = children(value, 0)
+        if isinstance(value, set | frozenset) or contents is None:
             return
         keys = list(value) if isinstance(value, dict) else range(len(value))
-        for key, (step, child) in zip(keys, steps.items(), strict=True):
-            place = Place(step, path, path + step, _ITEM, value, key, child, is_watched=True, is_covered=covered > 0)
-            self._place(place, covered)
+        for key, (step, child) in zip(keys, contents.items(), strict=True):
+            source = (step, path, path + step, _ITEM, value, key)
+            self._add(Reference(*source, child, is_checked_with_holder=True, is_in_snapshot=covered > 0), covered)
 
-    def _object(self, value: Any, path: str, covered: int) -> None:
+    def _visit_object(self, value: Any, path: str, covered: int) -> None:
         kind = type(value)
-        self._value(kind, _name(kind))
-        own = getattr(value, "__dict__", {})
-        wanted = self._by if _finds_attributes_plainly(kind) and not covered else own.keys() | self._by
+        self._visit(kind, _name(kind))
+        attributes = getattr(value, "__dict__", {})
+        has_plain_attributes = _has_plain_attributes(kind) and not covered
+        names = self._followed if has_plain_attributes else attributes.keys() | self._followed
         covered = max(covered - 1, 0)
-        for name in sorted(wanted & own.keys()):
-            self._item(own, name, name, path, covered=covered)
-        for name in sorted(wanted.intersection(slots(value))):
+        for name in sorted(names & attributes.keys()):
+            self._add_item(attributes, name, path, covered=covered)
+        for name in sorted(names.intersection(slots(value))):
             if hasattr(value, name):
-                found, at = getattr(value, name), f"{path}.{name}"
-                self._place(Place(name, path, at, _ATTRIBUTE, value, name, found, is_covered=covered > 0), covered)
-        hidden = {name for name in wanted - own.keys() if any(name in vars(base) for base in kind.__mro__)}
-        if hidden and not covered and hasattr(value, "__dict__"):
-            self.absent.append((own, frozenset(hidden)))
+                source = (name, path, f"{path}.{name}", _ATTRIBUTE, value, name)
+                self._add(Reference(*source, getattr(value, name), is_in_snapshot=covered > 0), covered)
+        inherited = {name for name in names - attributes.keys() if any(name in vars(base) for base in kind.__mro__)}
+        if inherited and not covered and hasattr(value, "__dict__"):
+            self.absent.append((attributes, frozenset(inherited)))
 
-    def _class(self, kind: type) -> None:
-        """The user's part of a class. What a base has under a name of the class only `super()` finds."""
-        hidden: set[str] = set()
+    def _visit_class(self, kind: type) -> None:
+        """Visit the user's classes among the bases. A name that a subclass shadows is reached by `super()` only."""
+        shadowed: set[str] = set()
         for base in kind.__mro__:
             if _origin_of_class(base) == _USER:
-                self._members(base, hidden)
-            if "super" not in self._by:
-                hidden.update(vars(base))
+                self._visit_members(base, shadowed)
+            if "super" not in self._followed:
+                shadowed.update(vars(base))
 
-    def _members(self, kind: type, hidden: Collection[str]) -> None:
-        own = vars(kind)
-        for name in sorted(own.keys() - hidden - NOT_OF_A_CLASS):
-            is_named = name in self._by or _is_implicit(kind, name)
-            if is_named and not isinstance(own[name], MemberDescriptorType):
-                self._item(own, name, name, f"class {_name(kind)}")
+    def _visit_members(self, kind: type, shadowed: Collection[str]) -> None:
+        members = vars(kind)
+        for name in sorted(members.keys() - shadowed - CLASS_BOOKKEEPING):
+            is_followed = name in self._followed or _is_implicit(kind, name)
+            if is_followed and not isinstance(members[name], MemberDescriptorType):
+                self._add_item(members, name, f"class {_name(kind)}")
         inherited = {name for base in kind.__mro__[1:] for name in vars(base)}
-        if (fresh := (self._by & inherited) - own.keys()) and kind not in self._extended:
-            self._extended.add(kind)
-            self.absent.append((own, frozenset(fresh)))
+        if (absent := (self._followed & inherited) - members.keys()) and kind not in self._extensible:
+            self._extensible.add(kind)
+            self.absent.append((members, frozenset(absent)))
 
-    def _python_module(self, module: ModuleType) -> None:
+    def _visit_python_module(self, module: ModuleType) -> None:
         origin = _origin(getattr(module, "__file__", None) or "<frozen ")
-        if origin != _KNOWN:
+        if origin != _VERSIONED:
             scope = vars(module)
-            for name in sorted(self._by & scope.keys()):
-                self._global(scope, name, is_whole=origin == _USER)
+            for name in sorted(self._followed & scope.keys()):
+                self._add_global(scope, name, is_user_code=origin == _USER)
 
     # Code
 
-    def _function(self, function: FunctionType) -> None:
+    def _visit_function(self, function: FunctionType) -> None:
         code = function.__code__
         if isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
-            self._value(wrapped, _name(wrapped))
+            self._visit(wrapped, _name(wrapped))
         if _origin(code.co_filename) != _USER:
             for cell in function.__closure__ or ():  # a wrapper of PyTorch holds the user's function there
                 if isinstance(content := _content(cell), FunctionType | MethodType):
-                    self._value(content, code.co_qualname)
+                    self._visit(content, code.co_qualname)
             return
         name = _name(function)
-        self._place(Place("code", name, f"code of {name}", _ATTRIBUTE, function, "__code__", code, is_whole=False))
-        for kind in ("__defaults__", "__kwdefaults__"):
-            value = getattr(function, kind)
-            place = Place(kind.strip("_"), name, f"{kind.strip('_')} of {name}", _ATTRIBUTE, function, kind, value)
-            self._place(place)
+        path = f"code of {name}"
+        self._add(Reference("code", name, path, _ATTRIBUTE, function, "__code__", code, includes_contents=False))
+        for attribute in ("__defaults__", "__kwdefaults__"):
+            title, value = attribute.strip("_"), getattr(function, attribute)
+            self._add(Reference(title, name, f"{title} of {name}", _ATTRIBUTE, function, attribute, value))
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if (content := _content(cell)) is not _EMPTY:
                 path = f"closure of {name}.{variable}"
-                self._place(Place(f"{variable} in the closure", name, path, _CELL, cell, "", content))
-        self._globals(code, function.__globals__, is_whole=True)
+                self._add(Reference(f"{variable} in the closure", name, path, _CELL, cell, "", content))
+        self._visit_globals(code, function.__globals__, is_user_code=True)
 
-    def _globals(self, code: CodeType, scope: _Scope, *, is_whole: bool) -> None:
-        """The globals that code reads. Where they are whole, it is the user's, whose names lead further."""
+    def _visit_globals(self, code: CodeType, scope: _Scope, *, is_user_code: bool) -> None:
+        """Add the globals that code reads. Of user code, also follow the contents of globals and further names."""
         if id(code) in self.codes:
             return
         self.codes[id(code)] = (code, scope)
-        named = _named(code)
-        if is_whole:
-            self.names |= named.names
-            if named.written:
+        used = _names_in(code)
+        if is_user_code:
+            self.names |= used.names
+            if used.written:
                 _, _, names = self.writes.setdefault(id(scope), (scope, str(scope.get("__name__")), set()))
-                names |= named.written
-            self._builtins.setdefault(id(scope), (scope, set()))[1].update(named.globals - scope.keys())
-        for name in sorted(named.globals & scope.keys()):
-            self._global(scope, name, is_whole=is_whole)
+                names |= used.written
+            self._builtins.setdefault(id(scope), (scope, set()))[1].update(used.globals - scope.keys())
+        for name in sorted(used.globals & scope.keys()):
+            self._add_global(scope, name, is_user_code=is_user_code)
         package = str(scope.get("__package__") or "")
-        for name in sorted(named.imported):
-            for full in {name, f"{package}.{name}", f"{package.rpartition('.')[0]}.{name}"}:
-                if isinstance(module := sys.modules.get(full), ModuleType):
-                    self._value(module, full)
+        for name in sorted(used.imported):
+            for full_name in {name, f"{package}.{name}", f"{package.rpartition('.')[0]}.{name}"}:
+                if isinstance(module := sys.modules.get(full_name), ModuleType):
+                    self._visit(module, full_name)
 
-    def _global(self, scope: _Scope, name: str, *, is_whole: bool) -> None:
+    def _add_global(self, scope: _Scope, name: str, *, is_user_code: bool) -> None:
         module = str(scope.get("__name__"))
-        if is_whole or not isinstance(scope[name], ModuleType):
-            self._item(scope, name, name, f"global {module}", is_whole=is_whole)
+        if is_user_code or not isinstance(scope[name], ModuleType):
+            self._add_item(scope, name, f"global {module}", includes_contents=is_user_code)
 
 
 _TABLES = frozenset(torch.nn.Module().__dict__) - {"training"}
-_HELD = (
-    *(k for k in VALUES if k is not type),
-    torch.Tensor,
-    torch.nn.Module,
-)  # as attributes of modules they lead no further
+# Attributes of modules of these types lead no further.
+_LEAVES_OF_MODULES = (*(kind for kind in VALUE_TYPES if kind is not type), torch.Tensor, torch.nn.Module)
 _EMPTY = object()
 
 
@@ -440,16 +445,16 @@ def _content(cell: CellType) -> object:
         return _EMPTY
 
 
-def _parts(value: Any) -> Sequence[str]:
-    """The attributes of a function, method or descriptor, that is no plain function, by which it leads further."""
-    for kind, names in _PARTS.items():
+def _wrapped_attributes(value: Any) -> Sequence[str]:
+    """Return the attributes in which a method, partial function or descriptor holds what it wraps."""
+    for kind, names in _WRAPPED_ATTRIBUTES.items():
         if isinstance(value, kind):
             return names
-    # What `prepare` puts in the place of a forward.
+    # `prepare` replaces a forward by an object with this attribute.
     return ("previous_forward",) if hasattr(type(value), "previous_forward") else ()
 
 
-_PARTS: Mapping[Any, Sequence[str]] = {
+_WRAPPED_ATTRIBUTES: Mapping[Any, Sequence[str]] = {
     MethodType: ("__func__", "__self__"),
     functools.partial: ("func", "args", "keywords"),
     property: ("fget",),
@@ -460,30 +465,32 @@ _PARTS: Mapping[Any, Sequence[str]] = {
 
 
 def _is_container(value: object) -> bool:
-    """Whether it is watched what is in a value. A dict that makes its values when it is asked is an object."""
+    """Whether `value` is a container whose contents are checked. A dict that computes its values is an object."""
     if isinstance(value, dict) and type(value).values not in (dict.values, OrderedDict.values):
         return False
-    return isinstance(value, CONTAINERS) and len(value) <= LARGEST
+    return isinstance(value, CONTAINER_TYPES) and len(value) <= MAX_ELEMENTS
 
 
 def _is_followed(value: object) -> bool:
-    """Whether an object's attributes are watched."""
+    """Whether an object's attributes are checked."""
     kind = type(value)
-    if isinstance(value, (*OPAQUE, *CONTAINERS, type, FunctionType, CodeType)) or _parts(value):
+    if isinstance(value, (*OPAQUE_TYPES, *CONTAINER_TYPES, type, FunctionType, CodeType)):
+        return False
+    if _wrapped_attributes(value):
         return False
     if kind.__module__.partition(".")[0] in ("torch", "onnxtrain"):
         return False
     return hasattr(value, "__dict__") or bool(slots(value))
 
 
-def _finds_attributes_plainly(kind: type) -> bool:
-    return "__getattribute__" not in {name for base in kind.__mro__[:-1] for name in vars(base)} and not hasattr(
-        kind, "__getattr__"
-    )
+def _has_plain_attributes(kind: type) -> bool:
+    """Whether a class looks attributes up as `object` does."""
+    overridden = {name for base in kind.__mro__[:-1] for name in vars(base)}
+    return "__getattribute__" not in overridden and not hasattr(kind, "__getattr__")
 
 
 def _is_implicit(kind: type, name: str) -> bool:
-    """Whether Python calls a method without its name being in the code. Forward makes no modules."""
+    """Whether Python calls a method although its name is not in the code. Of modules, forward only runs `__call__`."""
     if not (name.startswith("__") and name.endswith("__") and isinstance(vars(kind)[name], FunctionType)):
         return False
     return not issubclass(kind, torch.nn.Module) or name == "__call__"
@@ -496,25 +503,25 @@ def _name(value: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def _origin(file: str) -> str:
     if file.startswith(("<frozen ", "<onnxtrain")) or is_known_by_version(file):
-        return _KNOWN
+        return _VERSIONED
     return _INSTALLED if file.startswith("<eval_with_key>") or is_in_package(file) else _USER
 
 
 def _origin_of_class(kind: type) -> str:
     if kind.__module__ in sys.builtin_module_names:
-        return _KNOWN
+        return _VERSIONED
     return _origin(file_of(kind))
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
-    """What code names, with all code in it.
+class _CodeNames:
+    """The names that a code object and the code nested in it use.
 
     Attributes:
-        names: attributes and globals that it reads, and the strings that may be some.
-        globals: those that it reads.
-        written: globals that it assigns to.
-        imported: Python modules that it imports.
+        names: attributes and globals that it reads, and strings that may be names of some.
+        globals: the globals that it reads.
+        written: the globals that it assigns.
+        imported: the Python modules that it imports.
     """
 
     names: frozenset[str]
@@ -524,23 +531,23 @@ class _Named:
 
 
 @functools.lru_cache(maxsize=4096)
-def _named(code: CodeType) -> _Named:
+def _names_in(code: CodeType) -> _CodeNames:
     names: set[str] = set()
-    found: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set(), "IMPORT_NAME": set()}
-    for each in with_nested(code):
-        names.update(c for c in each.co_consts if isinstance(c, str) and c.isidentifier())
-        for instruction in dis.get_instructions(each):
+    by_operation: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set(), "IMPORT_NAME": set()}
+    for nested in with_nested(code):
+        names.update(c for c in nested.co_consts if isinstance(c, str) and c.isidentifier())
+        for instruction in dis.get_instructions(nested):
             if instruction.opcode not in dis.hasname:
                 continue
-            kind = _SAME_KIND.get(instruction.opname, instruction.opname)
-            if kind in found:
-                found[kind].add(instruction.argval)
-            if not kind.startswith(("STORE_", "DELETE_")):
+            operation = _SAME_OPERATION.get(instruction.opname, instruction.opname)
+            if operation in by_operation:
+                by_operation[operation].add(instruction.argval)
+            if not operation.startswith(("STORE_", "DELETE_")):
                 names.add(instruction.argval)
-    return _Named(frozenset(names), *map(frozenset, found.values()))
+    return _CodeNames(frozenset(names), *map(frozenset, by_operation.values()))
 
 
-_SAME_KIND = {
+_SAME_OPERATION = {
     "LOAD_NAME": "LOAD_GLOBAL",
     "LOAD_FROM_DICT_OR_GLOBALS": "LOAD_GLOBAL",
     "DELETE_GLOBAL": "STORE_GLOBAL",

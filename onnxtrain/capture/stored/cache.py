@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from onnxtrain.capture.capture import Captured, ForwardCall
-from onnxtrain.capture.key.executed_code import Executed, file_hash, global_values
+from onnxtrain.capture.key.executed_code import ExecutedCode, file_hash, global_values
 from onnxtrain.capture.key.fingerprint import Fingerprints, NotStorableError, digest, versions
 from onnxtrain.capture.key.key import environment, tensor_facts
 from onnxtrain.capture.key.snapshot import Snapshot, submodules
@@ -78,10 +78,10 @@ class CaptureCache:
             return make(run or self._module)
         if found is not None:
             return replace(found, took_ms=(time.perf_counter() - start) * 1e3)
-        code = Executed()
+        code = ExecutedCode()
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            with code.noted():
+            with code.recording():
                 return (run or self._module)(*args, **kwargs)
 
         captured = make(noted)
@@ -133,7 +133,7 @@ class CaptureCache:
 
     # Writing
 
-    def _add(self, key: str, captured: Captured, code: Executed) -> Captured:
+    def _add(self, key: str, captured: Captured, code: ExecutedCode) -> Captured:
         if captured.guards.elements:
             raise NotStorableError("forward decides by elements of its arguments")
         paths = {id(module): path for path, module in submodules(self._module)}

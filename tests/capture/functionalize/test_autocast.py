@@ -84,6 +84,7 @@ CAST_INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "lstm": lambda m, x: m.lstm(x)[0] * x,
     "lstm's states": lambda m, x: m.lstm(x)[1][1],
     "gru": lambda m, x: m.gru(x)[0] * x,
+    "in the parts of another": lambda m, x: torch.inner(x, x[0]),
     "not cast": lambda m, x: F.layer_norm(m.linear(x), (WIDTH,)) + F.softmax(x, -1),
 }
 
@@ -101,7 +102,6 @@ def test_without_autocast_nothing_is_cast(name: str) -> None:
 
 
 NOT_HELD: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "in the parts of another": lambda m, x: torch.inner(x, x[0]),
     "where forward switched it off": plain_einsum,
 }
 

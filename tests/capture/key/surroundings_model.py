@@ -1,4 +1,4 @@
-"""What the model of `test_surroundings` finds outside of itself."""
+"""The models of `test_surroundings`, and the state outside of them that they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another module from which `surroundings_model` reads."""
+"""A second Python module that the models of `surroundings_model` read from."""
 
 import torch
 

@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 
-# The usual call is learned by the second call, and taken from the third on. What one that was just learned notices:
+# The second call compiles the fast path, and the third takes it. What a new fast path detects is tested in
 # tests/capture/key/test_fast_path.py.
 AFTER = pytest.mark.parametrize("calls", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)), 300])
 
@@ -50,7 +50,7 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(3, 3)
         self.layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-        self.drop = nn.Dropout(1.0)  # certain: what it does in training is the same on each call
+        self.drop = nn.Dropout(1.0)  # its result in training is deterministic
         self.norm = nn.BatchNorm1d(3, momentum=0.0)
         self.register_buffer("scale", torch.full((3,), 2.0))
         self.table = torch.full((3,), 0.5, dtype=torch.float64)
@@ -193,7 +193,7 @@ def check(ours: Callable[..., Any], plain: nn.Module, *args: Any, **kwargs: Any)
 
 
 def prepared(calls: int, kind: type[nn.Module] = Model) -> tuple[Any, Any, torch.Tensor]:
-    """A module that was called so many times, in both ways."""
+    """Make a module that was called so many times, in training and in eval mode."""
     torch.manual_seed(0)
     x = torch.randn(4, 3)
     plain = kind()
@@ -285,7 +285,7 @@ def switched(set_to: Callable[[Any], object], value: Any, before: Any) -> Iterat
 
 
 class Constants(Model):
-    """What it computes depends on switches that forward does not name."""
+    """Depends on switches that forward does not name."""
 
     def forward(self, x: torch.Tensor, times: float = 1.0, *, plus: float = 0.0) -> torch.Tensor:
         heads = x[None, None]
@@ -315,7 +315,7 @@ def test_a_switch(calls: int, name: str) -> None:
             if name != "default dtype":
                 stack.enter_context(context())
                 check(ours, plain, x)
-            else:  # the weights keep theirs
+            else:  # the weights keep their dtype
                 stack.enter_context(context())
                 torch.testing.assert_close(ours(x), plain(x), check_dtype=True)
 
@@ -362,11 +362,11 @@ def test_functional_call(calls: int) -> None:
 
 
 def _names_of(ours: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The names by which ORTModule knows the parameters."""
+    """Rename the parameters as ORTModule does."""
     return {name: next(v for k, v in state.items() if name.endswith(k)) for name, _ in ours.named_parameters()}
 
 
-def test_train_and_eval_by_turns_without_another_capture() -> None:
+def test_alternating_train_and_eval_without_another_capture() -> None:
     plain, ours, x = prepared(0)
     for calls in (1, 2, 3, 30, 1):
         for training in (True, False):

@@ -1,4 +1,4 @@
-"""The usual call is recognised, and no change is overlooked: each that test_key knows."""
+"""The fast path recognizes a repeated call, and detects every change that test_key lists."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.capture.key.fast_path import Missed, UsualCall, usual_call
+from onnxtrain.capture.key.fast_path import FastPath, Missed, compile_fast_path
 from onnxtrain.capture.key.key import ModuleState, attribute_reads
 from onnxtrain.capture.structure import flatten_call
 from onnxtrain.frontend.ort_module import engine_of
@@ -20,37 +20,37 @@ class AnySizes:
         return True
 
 
-def taken(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def return_tensors(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def learn(model: nn.Module, names: Sequence[str], *args: Any, **kwargs: Any) -> UsualCall | None:
+def compile_for(model: nn.Module, names: Sequence[str], *args: Any, **kwargs: Any) -> FastPath | None:
     tensors, structure = flatten_call(args, kwargs)
-    state = ModuleState.take(model, names)
-    return usual_call(state.snapshot, AnySizes(), structure, tensors, taken)  # type: ignore[arg-type]
+    state = ModuleState(model, names)
+    return compile_fast_path(state.snapshot, AnySizes(), structure, tensors, return_tensors)  # type: ignore[arg-type]
 
 
-def learned(model: nn.Module, names: Sequence[str], *args: Any, **kwargs: Any) -> UsualCall:
-    usual = learn(model, names, *args, **kwargs)
-    assert usual is not None, "the check does not work on this Python: steps are slower than need be"
-    return usual
+def compiled_for(model: nn.Module, names: Sequence[str], *args: Any, **kwargs: Any) -> FastPath:
+    fast_path = compile_for(model, names, *args, **kwargs)
+    assert fast_path is not None, "the generated check does not work on this Python: steps are slower than necessary"
+    return fast_path
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_no_change_of_the_module_is_overlooked(name: str) -> None:
+def test_every_change_of_the_module_is_detected(name: str) -> None:
     model = Model()
-    usual = learned(model, NAMES, X)
-    assert usual((X,), {}) is not Missed
+    fast_path = compiled_for(model, NAMES, X)
+    assert fast_path((X,), {}) is not Missed
     CHANGES[name][0](model)
-    assert usual((X,), {}) is Missed
+    assert fast_path((X,), {}) is Missed
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_no_switch_is_overlooked(name: str) -> None:
-    usual = learned(Model(), NAMES, X)
+def test_every_context_is_detected(name: str) -> None:
+    fast_path = compiled_for(Model(), NAMES, X)
     with SWITCHES[name][0]():
-        assert usual((X,), {}) is Missed
-    assert usual((X,), {}) is not Missed
+        assert fast_path((X,), {}) is Missed
+    assert fast_path((X,), {}) is not Missed
 
 
 @pytest.mark.parametrize(
@@ -79,16 +79,16 @@ def test_no_switch_is_overlooked(name: str) -> None:
         ),
     ],
 )
-def test_no_global_switch_is_overlooked(change: Callable[[], None], undo: Callable[[], None]) -> None:
-    usual = learned(Model(), NAMES, X)
+def test_every_switch_is_detected(change: Callable[[], None], undo: Callable[[], None]) -> None:
+    fast_path = compiled_for(Model(), NAMES, X)
     change()
     try:
-        assert usual((X,), {}) is Missed
+        assert fast_path((X,), {}) is Missed
     finally:
         undo()
 
 
-def test_no_transform_or_mode_is_overlooked() -> None:
+def test_every_transform_and_mode_is_detected() -> None:
     from torch.autograd import forward_ad
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,26 +96,26 @@ def test_no_transform_or_mode_is_overlooked() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    usual = learned(Model(), NAMES, X)
+    fast_path = compiled_for(Model(), NAMES, X)
     seen: list[Any] = []
-    torch.func.vmap(lambda x: seen.append(usual((X,), {})) or x)(torch.ones(2))  # type: ignore[func-returns-value]
-    torch.func.grad(lambda x: seen.append(usual((X,), {})) or x.sum())(torch.ones(2))  # type: ignore[func-returns-value]
+    torch.func.vmap(lambda x: seen.append(fast_path((X,), {})) or x)(torch.ones(2))  # type: ignore[func-returns-value]
+    torch.func.grad(lambda x: seen.append(fast_path((X,), {})) or x.sum())(torch.ones(2))  # type: ignore[func-returns-value]
     with forward_ad.dual_level():
-        seen.append(usual((X,), {}))
+        seen.append(fast_path((X,), {}))
     with Mode():
-        seen.append(usual((X,), {}))
+        seen.append(fast_path((X,), {}))
     assert seen == [Missed] * 4
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_no_fact_of_an_input_is_overlooked(name: str) -> None:
-    assert learned(Model(), NAMES, X)((INPUTS[name][0],), {}) is Missed
+def test_every_fact_of_an_input_is_detected(name: str) -> None:
+    assert compiled_for(Model(), NAMES, X)((INPUTS[name][0],), {}) is Missed
 
 
-def test_inference_tensors_are_not_overlooked() -> None:
+def test_inference_tensors_are_detected() -> None:
     with torch.inference_mode():
         tensor = torch.ones(2, 3, 4, 5)
-    assert learned(Model(), NAMES, X)((tensor,), {}) is Missed
+    assert compiled_for(Model(), NAMES, X)((tensor,), {}) is Missed
 
 
 A, B, FIRST = torch.ones(2), torch.zeros(3), torch.ones(2)
@@ -145,19 +145,19 @@ BATCH = {"ids": A, "more": [B, (torch.ones(1), None, True, "x", 3)]}
         ((FIRST,), {"batch": {**BATCH, "more": [B, (torch.ones(1), None, True, "x", 3), 4]}}),
     ],
 )
-def test_no_change_of_the_arguments_is_overlooked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    usual = learned(Model(), NAMES, FIRST, batch=BATCH)
+def test_every_change_of_the_arguments_is_detected(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    fast_path = compiled_for(Model(), NAMES, FIRST, batch=BATCH)
     expected = [A, FIRST, B, BATCH["more"][1][0]]
-    found = usual((FIRST,), {"batch": BATCH})
-    assert found is not Missed
-    assert {id(t) for t in found[len(NAMES) :]} == {id(t) for t in expected}
-    assert usual(args, kwargs) is Missed
+    tensors = fast_path((FIRST,), {"batch": BATCH})
+    assert tensors is not Missed
+    assert {id(t) for t in tensors[len(NAMES) :]} == {id(t) for t in expected}
+    assert fast_path(args, kwargs) is Missed
 
 
-def test_no_other_order_of_kwargs_is_overlooked() -> None:
-    usual = learned(Model(), NAMES, a=A, b=B)
-    assert usual((), {"a": A, "b": B}) is not Missed
-    assert usual((), {"b": B, "a": A}) is Missed
+def test_another_order_of_kwargs_is_detected() -> None:
+    fast_path = compiled_for(Model(), NAMES, a=A, b=B)
+    assert fast_path((), {"a": A, "b": B}) is not Missed
+    assert fast_path((), {"b": B, "a": A}) is Missed
 
 
 class Pair(NamedTuple):
@@ -165,39 +165,39 @@ class Pair(NamedTuple):
     second: torch.Tensor
 
 
-def test_unusual_calls_are_not_learned() -> None:
+def test_unsupported_calls_have_no_fast_path() -> None:
     model = Model()
-    assert learn(model, NAMES, A, A) is None
-    assert learn(model, NAMES, A, 0.5) is None
-    assert learn(model, NAMES, A, {1: B}) is None
-    assert learn(model, NAMES, Pair(A, B)) is None
-    assert learn(model, NAMES, X.transpose(0, 1)) is None
-    assert learn(model, NAMES) is None
+    assert compile_for(model, NAMES, A, A) is None
+    assert compile_for(model, NAMES, A, 0.5) is None
+    assert compile_for(model, NAMES, A, {1: B}) is None
+    assert compile_for(model, NAMES, Pair(A, B)) is None
+    assert compile_for(model, NAMES, X.transpose(0, 1)) is None
+    assert compile_for(model, NAMES) is None
 
 
-def test_a_version_of_pytorch_without_its_own_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onnxtrain.capture.key.snapshot.sees_each_fact", lambda: False)
+def test_a_version_of_pytorch_without_the_cpp_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxtrain.capture.key.tensor_checks.detects_every_fact", lambda: False)
     for name in ("dtype of all", "shape", "training of one"):
-        test_no_change_of_the_module_is_overlooked(name)
+        test_every_change_of_the_module_is_detected(name)
     for name in INPUTS:
-        test_no_fact_of_an_input_is_overlooked(name)
+        test_every_fact_of_an_input_is_detected(name)
 
 
-def test_no_usual_call_where_the_check_overlooks_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onnxtrain.capture.key.fast_path.sees_each_change", lambda: False)
-    assert learn(Model(), NAMES, X) is None
+def test_no_fast_path_if_the_check_misses_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxtrain.capture.key.fast_path.detects_every_change", lambda: False)
+    assert compile_for(Model(), NAMES, X) is None
 
 
-@pytest.mark.parametrize("change", ["another value", "removed", "in the module itself"])
-def test_no_change_of_a_constant_of_the_class_is_overlooked(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", ["another value", "removed", "in the instance"])
+def test_every_change_of_a_class_constant_is_detected(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Looks()
     with attribute_reads() as reads:
         model(X)
     tensors, structure = flatten_call((X,), {})
-    state = ModuleState.take(model, [], frozenset(reads))
-    usual = usual_call(state.snapshot, AnySizes(), structure, tensors, taken)  # type: ignore[arg-type]
-    assert usual is not None
-    assert usual((X,), {}) is not Missed
+    state = ModuleState(model, [], frozenset(reads))
+    fast_path = compile_fast_path(state.snapshot, AnySizes(), structure, tensors, return_tensors)  # type: ignore[arg-type]
+    assert fast_path is not None
+    assert fast_path((X,), {}) is not Missed
     match change:
         case "another value":
             monkeypatch.setattr(Looks, "scale", 3.0)
@@ -205,10 +205,10 @@ def test_no_change_of_a_constant_of_the_class_is_overlooked(change: str, monkeyp
             monkeypatch.delattr(Looks, "scale")
         case _:
             model.scale = 3.0
-    assert usual((X,), {}) is Missed
+    assert fast_path((X,), {}) is Missed
 
 
-class Exchanged(nn.Module):
+class LinearModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
@@ -219,14 +219,14 @@ class Exchanged(nn.Module):
         return result
 
 
-def usual_of(module: ORTModule) -> UsualCall:
-    usual: UsualCall = engine_of(module)._recent.usual
-    return usual
+def fast_path_of(module: ORTModule) -> FastPath:
+    fast_path: FastPath = engine_of(module)._recent.fast_path
+    return fast_path
 
 
-def test_the_tensors_of_now_are_read() -> None:
-    """Parameters are exchanged before the usual call is learned, and after."""
-    plain = Exchanged()
+def test_current_tensors_are_read() -> None:
+    """Parameters are replaced before the fast path is compiled, and after."""
+    plain = LinearModel()
     module = ORTModule(plain)
     x = torch.randn(4, 3)
     for step in range(8):
@@ -243,7 +243,7 @@ def test_the_tensors_of_now_are_read() -> None:
     assert engine_of(module).captures == 1
 
 
-class Scaled(Exchanged):
+class Scaled(LinearModel):
     def __init__(self) -> None:
         super().__init__()
         self.scales = [1.0]
@@ -252,14 +252,16 @@ class Scaled(Exchanged):
         return super().forward(x) * self.scales[0]
 
 
-def test_a_module_that_changes_on_every_step_is_learned_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    learned_at: list[int] = []
+def test_a_module_that_changes_on_every_step_is_recompiled_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled_at: list[int] = []
 
     def count(*args: Any) -> Any:
-        learned_at.append(plain.calls - 1)
-        return usual_call(*args)
+        compiled_at.append(plain.calls - 1)
+        return compile_fast_path(*args)
 
-    monkeypatch.setattr("onnxtrain.frontend.engine.usual_call", count)
+    monkeypatch.setattr("onnxtrain.frontend.engine.compile_fast_path", count)
     monkeypatch.setattr("onnxtrain.frontend.engine._MOST_PATIENCE", 8)
     plain = Scaled()
     module = ORTModule(plain)
@@ -268,10 +270,10 @@ def test_a_module_that_changes_on_every_step_is_learned_ever_more_rarely(monkeyp
         plain.scales = [1.0]  # another list of the same values
         module(torch.randn(4, 3))
     assert engine_of(module).captures == 1
-    assert learned_at == [1, 3, 7, 15, 23, 31, 39]
+    assert compiled_at == [1, 3, 7, 15, 23, 31, 39]
 
 
-def test_train_and_eval_in_turn() -> None:
+def test_alternating_train_and_eval() -> None:
     plain = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     module = ORTModule(plain)
     x = torch.ones(50, 3)
@@ -286,7 +288,7 @@ def test_train_and_eval_in_turn() -> None:
 
 
 class ReadsBySize(nn.Module):
-    """The graph is the same for many rows and for few."""
+    """Has the same graph for many rows and for few."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +302,7 @@ class ReadsBySize(nn.Module):
 
 @pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.parametrize("name", ["many", "few"])
-def test_what_forward_reads_at_other_sizes_is_not_overlooked(name: str, calls: int) -> None:
+def test_attributes_read_at_other_sizes_are_checked(name: str, calls: int) -> None:
     plain = ReadsBySize()
     module = ORTModule(plain)
     inputs = (torch.randn(5, 3), torch.randn(2, 3))
@@ -313,8 +315,8 @@ def test_what_forward_reads_at_other_sizes_is_not_overlooked(name: str, calls: i
         torch.testing.assert_close(module(x), plain(x))
 
 
-def test_another_kind_of_output_at_other_sizes_is_not_overlooked() -> None:
-    class Model(Exchanged):
+def test_another_type_of_output_at_other_sizes_is_detected() -> None:
+    class Model(LinearModel):
         def forward(self, x: torch.Tensor) -> Any:
             y = super().forward(x)
             return {"y": y} if x.shape[0] > 3 else [y]
@@ -327,8 +329,8 @@ def test_another_kind_of_output_at_other_sizes_is_not_overlooked() -> None:
     assert engine_of(module).captures == 2
 
 
-def test_a_module_that_calls_a_method_of_its_class_is_learned() -> None:
-    class Model(Exchanged):
+def test_a_module_that_calls_a_class_method_has_a_fast_path() -> None:
+    class Model(LinearModel):
         @classmethod
         def doubled(cls, x: torch.Tensor) -> torch.Tensor:
             return x * 2
@@ -340,4 +342,4 @@ def test_a_module_that_calls_a_method_of_its_class_is_learned() -> None:
     x = torch.randn(4, 3)
     for _ in range(3):
         module(x)
-    assert usual_of(module)((x,), {}) is not Missed
+    assert fast_path_of(module)((x,), {}) is not Missed

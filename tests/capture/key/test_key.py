@@ -1,4 +1,4 @@
-"""Whatever changes in a module, its inputs or PyTorch's switches is noticed, and nothing else is."""
+"""The key detects every change of a module, its inputs or PyTorch's switches, and nothing else."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ NAMES = ["first.layers.0.weight", "first.layers.0.bias", "head.weight", "norm.ru
 
 
 def take(model: Model) -> ModuleState:
-    return ModuleState.take(model, NAMES)
+    return ModuleState(model, NAMES)
 
 
 def replace_weight(model: Model, **facts: Any) -> None:
@@ -220,13 +220,13 @@ def transformed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_change_is_noticed(name: str) -> None:
+def test_each_change_is_detected(name: str) -> None:
     model = Model()
     state = take(model)
     assert state.matches(model)
-    change, words = CHANGES[name]
+    change, text = CHANGES[name]
     change(model)
-    assert words in state.difference(model)
+    assert text in state.difference(model)
     assert not state.matches(model)
     assert not state.matches(model)
     if not (name.startswith("parameter") or name in ("submodule removed", "parametrization")):
@@ -234,9 +234,9 @@ def test_each_change_is_noticed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_change_is_noticed_without_private_checks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onnxtrain.capture.key.snapshot._TensorGuards", None)
-    test_each_change_is_noticed(name)
+def test_each_change_is_detected_without_private_checks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxtrain.capture.key.tensor_checks._TensorGuards", None)
+    test_each_change_is_detected(name)
 
 
 def same_config(model: Model) -> None:
@@ -281,7 +281,7 @@ UNCHANGED: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", UNCHANGED)
-def test_nothing_else_is_noticed(name: str) -> None:
+def test_nothing_else_is_a_change(name: str) -> None:
     model = Model()
     state = take(model)
     assert state.matches(model)
@@ -300,11 +300,11 @@ class SameText:
         return "the same text"
 
 
-def test_objects_of_one_text_are_told_apart() -> None:
+def test_objects_with_the_same_repr_are_distinguished() -> None:
     model = torch.nn.Linear(2, 2)
     first, second = SameText(), SameText()
     model.table, model.chosen = {first: 1, second: 2}, {first}
-    state = ModuleState.take(model, ["weight"])
+    state = ModuleState(model, ["weight"])
     assert state.matches(model)
     model.table[second] = 3
     assert not state.matches(model)
@@ -330,30 +330,30 @@ def test_tensors_are_read_through_the_module() -> None:
     assert state.read(model)[1] is model.first.layers[0].bias  # type: ignore[index]
 
 
-def test_grad_mode_and_autocast_do_not_matter_to_the_state() -> None:
+def test_the_state_does_not_depend_on_grad_mode_and_autocast() -> None:
     model = Model()
     state = take(model)
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
         with context:
             assert state.matches(model)
-            made_here = take(model)
-            assert made_here.matches(model)
-        assert made_here.matches(model)
+            taken_inside = take(model)
+            assert taken_inside.matches(model)
+        assert taken_inside.matches(model)
         model.norm.weight.requires_grad_(False)
         with context:
             assert not state.matches(model)
-            assert not made_here.matches(model)
+            assert not taken_inside.matches(model)
         model.norm.weight.requires_grad_(True)
 
 
-def test_another_module_is_not_in_this_state() -> None:
+def test_a_copy_of_the_module_is_another_state() -> None:
     model = Model()
     state = take(model)
     assert not state.matches(copy.deepcopy(model))
     assert "another object" in state.difference(copy.deepcopy(model))
 
 
-def test_hooks_present_from_the_start() -> None:
+def test_hooks_that_exist_from_the_start() -> None:
     model = Model()
     handle = model.first.register_forward_hook(lambda *a: None)
     state = take(model)
@@ -387,7 +387,7 @@ def test_forward_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "forward of class Block" in state.difference(model)
 
 
-def test_only_what_forward_reads_matters() -> None:
+def test_only_attributes_that_forward_reads_matter() -> None:
     model = Model()
     model.steps = 0  # type: ignore[assignment]
     original = torch.nn.Module.__getattribute__
@@ -395,7 +395,7 @@ def test_only_what_forward_reads_matters() -> None:
         model(torch.ones(2, 4))
     assert torch.nn.Module.__getattribute__ is original
     assert "__getattribute__" not in torch.nn.Module.__dict__
-    state = ModuleState.take(model, NAMES, frozenset(reads))
+    state = ModuleState(model, NAMES, frozenset(reads))
     model.steps = 1  # type: ignore[assignment]
     model.losses = [1.0]  # type: ignore[assignment]
     model.first.name = "other"
@@ -415,7 +415,7 @@ def test_only_what_forward_reads_matters() -> None:
         assert state.matches(model)
 
 
-def test_what_another_thread_reads_does_not_matter() -> None:
+def test_reads_of_another_thread_are_not_recorded() -> None:
     model = Model()
     with attribute_reads() as reads:
         thread = threading.Thread(target=lambda: model.first.name)
@@ -437,16 +437,16 @@ class Looks(torch.nn.Module):
         self.part = torch.nn.ReLU()
 
 
-def test_what_forward_looks_for_in_vain_matters() -> None:
+def test_attributes_that_forward_does_not_find_matter() -> None:
     model = Looks()
     with attribute_reads() as reads:
         model(torch.ones(2))
     for change in (
         lambda m: setattr_(m, "bonus", 1.0),
         lambda m: setattr_(m, "scale", 3.0),
-        lambda m: setattr_(m.part, "anything", 3.0),  # forward looked at all that is there
+        lambda m: setattr_(m.part, "anything", 3.0),  # forward read all attributes
     ):
-        state = ModuleState.take(model, (), frozenset(reads))
+        state = ModuleState(model, (), frozenset(reads))
         assert state.matches(model)
         change(model)
         assert state.difference(model)
@@ -455,7 +455,7 @@ def test_what_forward_looks_for_in_vain_matters() -> None:
     other = Looks()
     with attribute_reads() as reads:
         other(torch.ones(2))
-    state = ModuleState.take(other, (), frozenset(reads))
+    state = ModuleState(other, (), frozenset(reads))
     other.unread = 1  # type: ignore[assignment]
     assert state.matches(other)
     other.scale = 2.0  # as in the class
@@ -465,12 +465,12 @@ def test_what_forward_looks_for_in_vain_matters() -> None:
     assert not state.matches(other)
 
 
-def test_a_name_that_is_not_there_is_an_error() -> None:
+def test_a_missing_name_is_an_error() -> None:
     model = Model()
     with pytest.raises(CaptureError, match="nowhere"):
-        ModuleState.take(model, ["first.nowhere"]).read(model)
+        ModuleState(model, ["first.nowhere"]).read(model)
     with pytest.raises(CaptureError, match="TorchScript"):
-        ModuleState.take(torch.jit.script(torch.nn.Linear(2, 2)))
+        ModuleState(torch.jit.script(torch.nn.Linear(2, 2)))
 
 
 # The environment
@@ -523,20 +523,20 @@ SWITCHES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_each_context_is_noticed(name: str) -> None:
+def test_each_context_is_detected(name: str) -> None:
     before = environment()
-    context, words = SWITCHES[name]
+    context, text = SWITCHES[name]
     with context():
         inside = environment()
         assert inside != before
-        assert words in environment_difference(before, inside)
+        assert text in environment_difference(before, inside)
     assert environment() == before
     assert hash(environment()) == hash(before)
     assert environment_difference(before, environment()) == ""
 
 
 @pytest.mark.parametrize(
-    ("change", "undo", "words"),
+    ("change", "undo", "text"),
     [
         (
             lambda: torch.set_default_dtype(torch.float64),
@@ -562,7 +562,7 @@ def test_each_context_is_noticed(name: str) -> None:
         (
             lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
             lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False),
-            "sums of math attention in half precision: False → True",
+            "reduced-precision math attention: False → True",
         ),
         (
             lambda: torch.backends.mha.set_fastpath_enabled(False),
@@ -571,11 +571,11 @@ def test_each_context_is_noticed(name: str) -> None:
         ),
     ],
 )
-def test_each_switch_is_noticed(change: Callable[[], None], undo: Callable[[], None], words: str) -> None:
+def test_each_switch_is_detected(change: Callable[[], None], undo: Callable[[], None], text: str) -> None:
     before = environment()
     change()
     try:
-        assert words in environment_difference(before, environment())
+        assert text in environment_difference(before, environment())
     finally:
         undo()
     assert environment() == before
@@ -585,15 +585,15 @@ def test_each_switch_is_noticed(change: Callable[[], None], undo: Callable[[], N
     ("one", "other"),
     [("no_grad", "inference mode"), ("autocast", "autocast in float16"), ("autocast", "autocast without cache")],
 )
-def test_contexts_are_told_apart(one: str, other: str) -> None:
-    found = []
+def test_contexts_are_distinguished(one: str, other: str) -> None:
+    environments = []
     for name in (one, other):
         with SWITCHES[name][0]():
-            found.append(environment())
-    assert found[0] != found[1]
+            environments.append(environment())
+    assert environments[0] != environments[1]
 
 
-def test_warnings_of_determinism_are_noticed() -> None:
+def test_warn_only_determinism_is_detected() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         strict = environment()
@@ -603,7 +603,7 @@ def test_warnings_of_determinism_are_noticed() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_transforms_are_noticed() -> None:
+def test_transforms_are_detected() -> None:
     before = environment()
     seen = []
     torch.func.vmap(lambda x: seen.append(environment()) or x)(torch.ones(2))  # type: ignore[func-returns-value]
@@ -628,25 +628,25 @@ INPUTS: dict[str, tuple[torch.Tensor, str]] = {
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_each_fact_of_an_input_is_noticed(name: str) -> None:
-    tensor, words = INPUTS[name]
-    assert words in tensor_difference(tensor_facts(X), tensor_facts(tensor))
+def test_each_fact_of_an_input_is_detected(name: str) -> None:
+    tensor, text = INPUTS[name]
+    assert text in tensor_difference(tensor_facts(X), tensor_facts(tensor))
     assert hash(tensor_facts(tensor)) == hash(tensor_facts(tensor))
 
 
-def test_expanded_inputs_are_told_apart() -> None:
-    """A write to one of its elements changes others."""
+def test_expanded_inputs_are_distinguished() -> None:
+    """A write to an element of an expanded tensor changes others."""
     strided, expanded = torch.ones(2, 3, 8)[..., ::2], torch.ones(2, 3, 2)[..., :1].expand(2, 3, 4)
     assert "memory format" in tensor_difference(tensor_facts(strided), tensor_facts(expanded))
 
 
-def test_inference_tensors_are_noticed() -> None:
+def test_inference_tensors_are_detected() -> None:
     with torch.inference_mode():
         tensor = torch.ones(2, 3, 4, 5)
     assert "inference tensor" in tensor_difference(tensor_facts(X), tensor_facts(tensor))
 
 
-def test_other_facts_of_an_input_do_not_matter() -> None:
+def test_nothing_else_of_an_input_is_in_the_key() -> None:
     facts = tensor_facts(X)
     assert tensor_facts(torch.zeros(7, 1, 1, 9)) == facts
     assert tensor_facts(torch.nn.Parameter(X, requires_grad=False)) == facts
@@ -680,10 +680,10 @@ def test_checking_is_fast(record_property: Any) -> None:
         names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
         with attribute_reads() as reads:
             model(*args)
-        for what, read in (("all attributes", None), ("what forward reads", frozenset(reads))):
-            state = ModuleState.take(model, names, read)
+        for title, read in (("all attributes", None), ("attributes that forward reads", frozenset(reads))):
+            state = ModuleState(model, names, read)
             assert state.matches(model)
-            figures[f"state of {name}, {what}"] = microseconds(lambda: state.read(model), 200)  # noqa: B023
+            figures[f"state of {name}, {title}"] = microseconds(lambda: state.read(model), 200)  # noqa: B023
     for name, figure in figures.items():
         sys.stdout.write(f"{name}: {figure:.2f} µs\n")
         record_property(name, figure)
@@ -712,7 +712,9 @@ class Scales(torch.nn.Module):
     ("name", "value"),
     [("factor", 3.0), ("scaled", lambda self, x: x - self.factor), ("offset", property(lambda self: 5.0))],
 )
-def test_what_forward_finds_in_a_class(name: str, value: object, warm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_attributes_that_forward_reads(
+    name: str, value: object, warm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Scales()
     ours = ORTModule(model)
     x = torch.ones(2, 3)

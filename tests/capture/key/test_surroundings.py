@@ -1,4 +1,4 @@
-"""What forward reads from outside its module is changed between two calls, and the next call equals eager's."""
+"""State outside the module that forward reads changes between two calls, and the next call equals eager's."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from onnxtrain.frontend.ort_module import engine_of
 from tests.capture.key import surroundings_model as outside
 from tests.capture.key import surroundings_other as other
 
-# Makes a change, and says how it is undone.
+# Makes a change, and registers how to revert it.
 Change: TypeAlias = Callable[[ExitStack], Any]
 
 
-def own(name: str, value: Any, owner: Any = outside) -> Change:
-    """Another value of an attribute, or of a global."""
+def attribute(name: str, value: Any, owner: Any = outside) -> Change:
+    """Set an attribute or a global to another value."""
     return lambda undo: undo.enter_context(pytest.MonkeyPatch.context()).setattr(owner, name, value, raising=False)
 
 
@@ -57,73 +57,73 @@ def negated(x: torch.Tensor, plus: float = 0.5, *, times: float = 1.0) -> torch.
 
 
 def another_config() -> outside.Config:
-    made = outside.Config()
-    made.inner.shift = 3.0
-    return made
+    config = outside.Config()
+    config.inner.shift = 3.0
+    return config
 
 
 INNER = outside.from_closure.__closure__ or ()
 VALUES: dict[str, Change] = {
-    "float": own("SCALE", 3.0),
-    "int for a float": own("SCALE", 2),
-    "string": own("NAME", "mean"),
-    "tuple": own("SIZES", (1, 3)),
-    "bool": own("FLAG", False),
-    "list": own("WEIGHTS", [3.0, [2.0]]),
+    "float": attribute("SCALE", 3.0),
+    "int for a float": attribute("SCALE", 2),
+    "string": attribute("NAME", "mean"),
+    "tuple": attribute("SIZES", (1, 3)),
+    "bool": attribute("FLAG", False),
+    "list": attribute("WEIGHTS", [3.0, [2.0]]),
     "list element": item(outside.WEIGHTS, 0, 3.0),
     "nested list element": item(outside.WEIGHTS[1], 0, 3.0),
     "dict entry": item(outside.TABLE, "a", 3.0),
-    "set": own("CHOSEN", {"a", "b"}),
+    "set": attribute("CHOSEN", {"a", "b"}),
 }
 OBJECTS: dict[str, Change] = {
-    "object": own("config", another_config()),
-    "attribute of an object": own("shift", 3.0, outside.config.inner),
-    "attribute of its class, in the object": own("rate", 3.0, outside.config),
-    "method in the object": own("times", lambda x: x - 1, outside.config),
-    "object in an object": own("inner", another_config().inner, outside.config),
-    "attribute of a class": own("rate", 3.0, outside.Config),
-    "attribute of a base, in the class": own("rate", 3.0, outside.Derived),
-    "attribute of a class by name": own("on", 3.0, outside.Switches),
-    "method": own("times", lambda self, x: x - 1, outside.Config),
-    "property": own("half", property(lambda self: 3.0), outside.Config),
-    "__call__": own("__call__", lambda self, x: x - 1, outside.Config),
-    "slot": own("bias", 3.0, outside.slots),
+    "object": attribute("config", another_config()),
+    "attribute of an object": attribute("shift", 3.0, outside.config.inner),
+    "attribute of its class, in the object": attribute("rate", 3.0, outside.config),
+    "method in the object": attribute("times", lambda x: x - 1, outside.config),
+    "object in an object": attribute("inner", another_config().inner, outside.config),
+    "attribute of a class": attribute("rate", 3.0, outside.Config),
+    "attribute of a base, in the class": attribute("rate", 3.0, outside.Derived),
+    "attribute of a class by name": attribute("on", 3.0, outside.Switches),
+    "method": attribute("times", lambda self, x: x - 1, outside.Config),
+    "property": attribute("half", property(lambda self: 3.0), outside.Config),
+    "__call__": attribute("__call__", lambda self, x: x - 1, outside.Config),
+    "slot": attribute("bias", 3.0, outside.slots),
     "list in a slot": item(outside.slots.factors, 1, 3.0),
 }
 FUNCTIONS: dict[str, Change] = {
     "function in a dict": item(outside.TABLE, "function", torch.sigmoid),
-    "function": own("helper", lambda x: x - 1),
-    "function in a function": own("innermost", lambda: 3.0),
-    "code of a function": own("__code__", negated.__code__, outside.with_defaults),
-    "closure": own("from_closure", outside.closure(3.0)),
-    "cell of a closure": own("cell_contents", 3.0, INNER[0]),
+    "function": attribute("helper", lambda x: x - 1),
+    "function in a function": attribute("innermost", lambda: 3.0),
+    "code of a function": attribute("__code__", negated.__code__, outside.with_defaults),
+    "closure": attribute("from_closure", outside.closure(3.0)),
+    "cell of a closure": attribute("cell_contents", 3.0, INNER[0]),
     "argument of a partial": item(outside.partial.keywords, "other", ones()),
-    "a builtin": own("min", max),
-    "default": own("__defaults__", (3.0,), outside.with_defaults),
+    "a builtin": attribute("min", max),
+    "default": attribute("__defaults__", (3.0,), outside.with_defaults),
     "default by name": item(outside.with_defaults.__kwdefaults__, "times", 3.0),
-    "defaults by name": own("__kwdefaults__", {"times": 4.0}, outside.with_defaults),
-    "attribute of a Python module": own("FACTOR", 3.0, other),
-    "attribute of a class of a Python module": own("shift", 3.0, other.Settings),
-    "global of a function of a Python module": own("AMONG", 3.0, other),
-    "name imported by forward": own("WITHIN", 3.0, other),
-    "a Python module": own("other", types.SimpleNamespace(**{**vars(other), "FACTOR": 4.0})),
+    "defaults by name": attribute("__kwdefaults__", {"times": 4.0}, outside.with_defaults),
+    "attribute of a Python module": attribute("FACTOR", 3.0, other),
+    "attribute of a class of a Python module": attribute("shift", 3.0, other.Settings),
+    "global of a function of a Python module": attribute("AMONG", 3.0, other),
+    "name imported by forward": attribute("WITHIN", 3.0, other),
+    "a Python module": attribute("other", types.SimpleNamespace(**{**vars(other), "FACTOR": 4.0})),
 }
 TENSORS: dict[str, Change] = {
-    "tensor": own("TENSOR", ones()),
+    "tensor": attribute("TENSOR", ones()),
     "elements of a tensor": in_place(outside.TENSOR),
-    "shape of a tensor": own("TENSOR", torch.ones(1, dtype=torch.float64)),
-    "dtype of a tensor": own("TENSOR", torch.ones(3)),
+    "shape of a tensor": attribute("TENSOR", torch.ones(1, dtype=torch.float64)),
+    "dtype of a tensor": attribute("TENSOR", torch.ones(3)),
     "tensor in a list in a dict": item(outside.TENSORS["a"], 0, ones()),
     "elements of a tensor in a list in a dict": in_place(outside.TENSORS["a"][0]),
-    "tensor of an object": own("tensor", ones(), outside.config.inner),
+    "tensor of an object": attribute("tensor", ones(), outside.config.inner),
     "elements of a tensor of an object": in_place(outside.config.inner.tensor),
     "elements of a tensor in a closure": in_place(INNER[1].cell_contents[0]),
     "weights of another module": item(
         outside.layer._parameters, "weight", torch.nn.Parameter(torch.eye(3).double(), requires_grad=False)
     ),
     "elements of the weights of another module": in_place(outside.layer.weight),
-    "training of another module": own("training", True, outside.teacher[1]),
-    "another module": own("teacher", torch.nn.Identity()),
+    "training of another module": attribute("training", True, outside.teacher[1]),
+    "another module": attribute("teacher", torch.nn.Identity()),
 }
 
 
@@ -141,7 +141,7 @@ CHANGES = {
 
 @functools.cache
 def shared(kind: type[outside.Model], training: bool) -> tuple[outside.Model, Any]:
-    """One for all changes: what is undone serves the calls before the next."""
+    """Make one module for all changes: a reverted change leaves it as it was."""
     torch.manual_seed(0)
     model = kind().double().train(training)
     return model, ORTModule(model, pieces=False)
@@ -177,7 +177,7 @@ def test_a_change(name: str, calls: int, training: bool) -> None:
     check(model, ours)
 
 
-# What is no reason to capture again, and what is one too often
+# Changes that need no recapture, and changes that are too frequent for one
 
 
 def captures(ours: Any) -> int:
@@ -185,10 +185,10 @@ def captures(ours: Any) -> int:
 
 
 UNCHANGED: dict[str, Change] = {
-    "equal number": own("SCALE", float("1.5")),
-    "equal list": own("WEIGHTS", [1.0, [2.0]]),
-    "attribute that no code names": own("step", 3, outside.config),
-    "tensor": own("TENSOR", ones()),
+    "equal number": attribute("SCALE", float("1.5")),
+    "equal list": attribute("WEIGHTS", [1.0, [2.0]]),
+    "attribute that no code names": attribute("step", 3, outside.config),
+    "tensor": attribute("TENSOR", ones()),
     "elements of a tensor": in_place(outside.TENSOR),
     "elements of a tensor in a list": in_place(outside.TENSORS["a"][0]),
     "elements of the weights of another module": in_place(outside.layer.weight),
@@ -196,7 +196,7 @@ UNCHANGED: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("kind", [outside.Values, outside.Objects, outside.Tensors])
-def test_the_same_graph_serves(kind: type[outside.Model]) -> None:
+def test_the_same_graph_is_used(kind: type[outside.Model]) -> None:
     model, ours = shared(kind, True)
     check(model, ours)
     before = captures(ours)
@@ -222,14 +222,14 @@ class ReadsElements(outside.Model):
         return x.sum(1) * SIZES.tolist()[0] + self.sizes.tolist()[0]
 
 
-def test_elements_that_forward_reads_as_numbers() -> None:
+def test_tensor_values_that_forward_reads_as_numbers() -> None:
     model = ReadsElements().double()
     ours = ORTModule(model, pieces=False)
     changes = (in_place(NUMBER), in_place(SIZES), in_place(model.sizes))
     replaced = [
-        own(name, value, sys.modules[__name__]) for name, value in (("NUMBER", NUMBER + 3), ("SIZES", SIZES + 3))
+        attribute(name, value, sys.modules[__name__]) for name, value in (("NUMBER", NUMBER + 3), ("SIZES", SIZES + 3))
     ]
-    for change in (*changes, *replaced, own("sizes", SIZES + 3, model)):
+    for change in (*changes, *replaced, attribute("sizes", SIZES + 3, model)):
         for _ in range(3):
             check(model, ours)
         with ExitStack() as undo:
@@ -254,12 +254,12 @@ class ReadsWeight(outside.Model):
 
 @pytest.mark.parametrize("pieces", [True, False])
 @pytest.mark.parametrize(("kind", "name"), [(ReadsStep, "STEP"), (ReadsWeight, "WEIGHT")])
-def test_what_changes_on_each_call(kind: type[outside.Model], name: str, pieces: bool) -> None:
+def test_a_value_that_changes_on_each_call(kind: type[outside.Model], name: str, pieces: bool) -> None:
     model = kind().double()
     ours = ORTModule(model, pieces=pieces)
     with warnings.catch_warnings(record=True) as warned, ExitStack() as undo:
         warnings.simplefilter("always")
-        own(name, globals()[name], sys.modules[__name__])(undo)
+        attribute(name, globals()[name], sys.modules[__name__])(undo)
         for _ in range(12):
             globals()[name] += 1
             check(model, ours)
@@ -269,7 +269,7 @@ def test_what_changes_on_each_call(kind: type[outside.Model], name: str, pieces:
     assert f"{__file__}:{kind.forward.__code__.co_firstlineno + 1} in forward" in str(warning.message)
 
 
-def test_what_changes_after_many_calls_is_captured_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_changes_after_many_calls_is_captured_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ReadsStep().double()
     ours = ORTModule(model)
     for step in range(8):
@@ -285,7 +285,7 @@ COUNT = 0
 
 class Counts(outside.Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        global COUNT  # noqa: PLW0603  # what is tested
+        global COUNT  # noqa: PLW0603  # the case that is tested
         COUNT += 1
         return self.first(x).sum(1) * COUNT
 
@@ -317,7 +317,7 @@ def test_other_entry_points(wrap: Callable[[torch.nn.Module], Any], monkeypatch:
     torch.testing.assert_close(ours(X), eager(X))
 
 
-def test_a_forward_of_the_module_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_is_set_on_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     model = outside.Objects().double()
     eager = copy.deepcopy(model)
     for each in (model, eager):
@@ -340,8 +340,8 @@ def test_a_function_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
         return value.transpose(1, 2) * outside.SCALE, None
 
     monkeypatch.setattr(modeling_bert, "eager_attention_forward", patched)
-    for scale in (1.5, 4.0):  # the function that came in its place is the user's, which is followed
+    for scale in (1.5, 4.0):  # the replacement is user code, which is followed
         monkeypatch.setattr(outside, "SCALE", scale)
-        found = ours(ids).last_hidden_state
-        assert not torch.equal(found, before)
-        torch.testing.assert_close(found, model(ids).last_hidden_state)
+        output = ours(ids).last_hidden_state
+        assert not torch.equal(output, before)
+        torch.testing.assert_close(output, model(ids).last_hidden_state)
