@@ -22,6 +22,7 @@ from onnxtrain.capture.convert.symbolic_sizes import fixed_number, number_from_s
 from onnxtrain.capture.export.checkpoint_regions import REGION, region_of
 from onnxtrain.capture.functionalize.autocast import refuse_hidden_casts
 from onnxtrain.capture.functionalize.composite_operators import size_decisions
+from onnxtrain.capture.functionalize.functional_calls import ASSERTIONS_AND_SIZES, ITEM
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
@@ -32,69 +33,12 @@ from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.dtypes import ONNX_DTYPES
 from onnxtrain.ops.python_function.node import TORCH_OP as PYTHON_OP
 from onnxtrain.torch_compat import pytree
-from onnxtrain.torch_compat.aten_operators import NATIVE_BATCH_NORM_FUNCTIONAL, NATIVE_BATCH_NORM_NO_TRAINING
 from onnxtrain.torch_compat.decompositions import auto_functionalized
-from onnxtrain.torch_compat.dispatch import is_any_autocast_enabled
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
-# Calls that only assert facts about sizes and types, which the guards check, or read a size.
-_ASSERTIONS_AND_SIZES = re.compile(
-    r"^aten\.(_assert_scalar|_assert_tensor_metadata|sym_constrain_range\w*)\.|^aten\.sym_(size|stride|numel)"
-)
-
 _LARGEST_LITERAL = 64  # elements of a tensor constant that a traced gradient may contain
-
-# Norms that take running statistics and do not update them.
-_WITHOUT_UPDATES = (
-    NATIVE_BATCH_NORM_FUNCTIONAL.default,
-    NATIVE_BATCH_NORM_NO_TRAINING.default,
-)
-
-# `tensor.item()`, before and after functionalization.
-_ITEM = ("aten.item.default", "aten._local_scalar_dense.default")
-
-
-def is_convertible(program: ExportedProgram, *, with_casts: bool = False) -> bool:
-    """Whether an export can be converted without functionalization (which takes as long as the export).
-
-    That requires that autocast is off or its casts are explicit (`with_casts`), and that every call has a definition
-    and mutates nothing.
-    """
-    if is_any_autocast_enabled() and not with_casts:
-        return False
-    return not any(
-        node.op == "get_attr" or (node.op == "call_function" and not _is_functional_call(node))
-        for node in program.graph.nodes
-    )
-
-
-def _is_functional_call(node: torch.fx.Node) -> bool:
-    target: Any = node.target
-    if not isinstance(target, OpOverload):
-        return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
-    return (
-        not schema_of(target).is_mutable
-        and not _may_update_buffers(node, target)
-        and (str(target) in FROM_TORCH or bool(_ASSERTIONS_AND_SIZES.match(str(target))) or str(target) in _ITEM)
-    )
-
-
-def _may_update_buffers(node: torch.fx.Node, target: OpOverload) -> bool:
-    """Whether a call takes running statistics, which norms update although their schemas do not say so."""
-    if target in _WITHOUT_UPDATES:
-        return False
-    positional = zip(schema_of(target).arguments, node.args, strict=False)
-    return any(
-        a.name.startswith("running_") and isinstance(value, torch.fx.Node)
-        for a, value in [*positional, *((a, node.kwargs.get(a.name)) for a in schema_of(target).arguments)]
-    )
-
-
-def is_grad_switch(node: torch.fx.Node) -> bool:
-    """Whether a node is a region of `torch.no_grad()` or `torch.enable_grad()`."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
 
 
 class Converted:
@@ -203,12 +147,12 @@ class _Walk:
             return
         if isinstance(example, (torch.SymInt, int)) and not isinstance(example, bool):
             self._values[node] = size_of(example)
-            if name in _ITEM:
+            if name in ITEM:
                 self._add_size_from_item(node)
             return
-        if name in _ITEM and isinstance(example, torch.SymFloat):
+        if name in ITEM and isinstance(example, torch.SymFloat):
             self._items[str(example.node.expr)] = node
-        if _ASSERTIONS_AND_SIZES.match(name) or (example is None and not node.users and not node.is_impure()):
+        if ASSERTIONS_AND_SIZES.match(name) or (example is None and not node.users and not node.is_impure()):
             return
         if isinstance(example, (torch.SymFloat, torch.SymBool, float, bool)):
             with self.op.at(self._origin_of(node)):

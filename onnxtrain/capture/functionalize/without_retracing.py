@@ -24,11 +24,11 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from onnxtrain.capture.convert.convert import is_convertible, is_grad_switch
 from onnxtrain.capture.export.meta_functions import fake_results
 from onnxtrain.capture.functionalize.autocast import casting_composites
 from onnxtrain.capture.functionalize.batch_norm import BATCH_NORM, functional_batch_norm, updates_statistics
 from onnxtrain.capture.functionalize.explicit_casts import CAST, ExplicitCasts, cast_value
+from onnxtrain.capture.functionalize.functional_calls import is_convertible
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.ops.aten_node import ambient
@@ -104,7 +104,7 @@ class _Rewrite:
     def _visit(self, node: Node) -> None:
         if node.op == "get_attr":
             return  # the body of a region
-        if is_grad_switch(node) and not node.args[0]:
+        if _is_grad_mode_region(node) and not node.args[0]:
             self._inline(node)
         elif node.target is operator.getitem and node.args[0] in self._regions:
             self._same[node] = self._regions[node.args[0]][node.args[1]]  # type: ignore[index]  # a Node and an int
@@ -287,3 +287,8 @@ def _functional(node: Node) -> Any:
         if result.dtype != args[0].dtype:
             raise _NotPlainError
     return found
+
+
+def _is_grad_mode_region(node: Node) -> bool:
+    """Whether a node is a region of `torch.no_grad()` or `torch.enable_grad()`."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
