@@ -1,1 +1,1 @@
-"""From a PyTorch module to a graph, and what decides whether a capture may be used again."""
+"""Capture PyTorch modules as graphs, and decide for each call whether a capture is valid."""

@@ -117,16 +117,16 @@ class TracedGradient:
         self, trace: _Trace, op: Builder, node: ir.Node, cotangents: Sequence[ir.Value]
     ) -> list[ir.Value | None]:
         count = len(self._tensors)
-        known: dict[Node, Any] = {}
+        values: dict[Node, Any] = {}
         inputs = iter([*node.inputs[:count], *self._sizes, *cotangents])
         for placeholder in trace.module.graph.find_nodes(op="placeholder"):
-            known[placeholder] = next(inputs)
+            values[placeholder] = next(inputs)
         for repeated in trace.forward:
             outputs = iter(node.outputs)
-            known[repeated] = pytree.tree_map(
+            values[repeated] = pytree.tree_map(
                 lambda e, outputs=outputs: next(outputs) if isinstance(e, torch.Tensor) else e, repeated.meta["val"]
             )
-        return self._inline(op, trace.module, known)
+        return self._inline(op, trace.module, values)
 
     # Tracing
 

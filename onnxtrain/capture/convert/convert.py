@@ -72,14 +72,14 @@ def convert(program: ExportedProgram, name: str) -> Converted:
 
 
 class _Walk:
-    """Converts the nodes of an FX graph in order. With `known`, it adds them to an existing graph: see `inline`."""
+    """Converts the nodes of an FX graph in order. With `converted`, it adds them to an existing graph: see `inline`."""
 
-    def __init__(self, op: Builder, graph: ir.Graph, known: Mapping[torch.fx.Node, Any] | None = None) -> None:
+    def __init__(self, op: Builder, graph: ir.Graph, converted: Mapping[torch.fx.Node, Any] | None = None) -> None:
         self.op = op
         self.outputs: list[Any] = []
         self._graph = graph
-        self._origin = dict(op.origin) if known is not None else None
-        self._values: dict[torch.fx.Node, Any] = dict(known or {})
+        self._origin = dict(op.origin) if converted is not None else None
+        self._values: dict[torch.fx.Node, Any] = dict(converted or {})
         self._items: dict[str, torch.fx.Node] = {}  # the calls of `tensor.item()`, by the symbol of the result
 
     def visit(self, node: torch.fx.Node) -> None:
@@ -362,18 +362,18 @@ def _traced_gradient(aten: ir.Node, fakes: list[torch.Tensor], sizes: list[Any])
     return TracedGradient(fakes, sizes, modes[0], inline)
 
 
-def inline(op: Builder, module: torch.fx.GraphModule, known: Mapping[torch.fx.Node, Any]) -> list[Any]:
+def inline(op: Builder, module: torch.fx.GraphModule, converted: Mapping[torch.fx.Node, Any]) -> list[Any]:
     """Append the nodes of a traced graph of functional ATen to `op.graph`; return its outputs.
 
     Args:
         op: the builder.
         module: the traced graph.
-        known: the values of its placeholders, and of other nodes that need no conversion.
+        converted: the values of its placeholders, and of other nodes that are converted already.
 
     Raises:
         UnsupportedOperatorError: a call has no ONNX or ATen node.
     """
-    walk = _Walk(op, op.graph, known)
+    walk = _Walk(op, op.graph, converted)
     out, origin = op.out, dict(op.origin)
     try:
         for node in module.graph.nodes:

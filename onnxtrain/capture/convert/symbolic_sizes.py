@@ -37,7 +37,7 @@ _FIXED: WeakKeyDictionary[ShapeEnv, tuple[int, dict[Any, Any]]] = WeakKeyDiction
 def _fixed_expressions(value: torch.SymInt) -> Mapping[Any, Any]:
     """Return the expressions that the export's guards fix to a number, as s0//2 to 1.
 
-    PyTorch replaces only symbols by what guards say of them: a result has size 1 where its argument has size s0//2.
+    PyTorch replaces symbols only: a result may have size 1 although its argument has size s0//2.
     """
     env = value.node.shape_env
     count, fixed = _FIXED.get(env, (0, {}))

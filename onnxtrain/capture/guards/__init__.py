@@ -1,1 +1,1 @@
-"""The conditions under which a captured graph is right for a call."""
+"""The conditions on sizes and tensor values under which a captured graph is valid for a call."""

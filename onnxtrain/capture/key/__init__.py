@@ -1,1 +1,1 @@
-"""The state of PyTorch, of the module and of what forward reads outside it: it decides which capture serves a call."""
+"""The key: the state of PyTorch, of the module and of its surroundings, which decides the capture for a call."""

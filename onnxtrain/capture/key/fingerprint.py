@@ -74,17 +74,17 @@ def is_known_by_version(file: str) -> bool:
 @functools.cache
 def versions() -> tuple[str, ...]:
     """Return the versions of everything that `is_known_by_version`, and a hash of onnxtrain's own sources."""
-    found = [sys.version, f"torch {torch.__version__} {torch.version.git_version}"]
+    identifiers = [sys.version, f"torch {torch.__version__} {torch.version.git_version}"]
     for name in (*CORE_PACKAGES, "transformers"):
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            identifiers.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} none")
+            identifiers.append(f"{name} none")
     digest = hashlib.sha256()
     folder = Path(onnxtrain.__file__).parent
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
-    return (*found, f"onnxtrain {digest.hexdigest()}")
+    return (*identifiers, f"onnxtrain {digest.hexdigest()}")
 
 
 def digest(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Operators that are given a size of an input where they take a number."""
+"""Operators that get the size of an input as a Python number."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ CALLS: dict[str, tuple[int, Callable[[torch.Tensor, Any], torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_size_for_a_number(name: str) -> None:
+def test_a_size_as_a_number(name: str) -> None:
     captures, function = CALLS[name]
 
     class Module(nn.Module):
