@@ -1,85 +1,172 @@
-"""DeepSpeed ZeRO stages 1 and 2: overflow and norm of all gradients in one call each."""
+"""DeepSpeed ZeRO stages 1 and 2: overflow and norm of all gradients in one call each.
+
+Results and side effects differ between versions of DeepSpeed. So each replacement is tried first: beside the method
+that it replaces, on small gradients and without communication. Where any result differs, the optimizer stays as it is.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import io
-import sys
-import textwrap
-import tokenize
-from types import MethodType
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from onnxtrain.optim import gradients
 
-# The methods to replace, with digests of the sources that the replacements match: results and side effects differ
-# between versions of DeepSpeed.
-_SUPPORTED: dict[str, frozenset[str]] = {
-    "has_overflow_serial": frozenset({"15f63d008f269a9e"}),
-    "has_overflow_partitioned_grads_serial": frozenset({"31406da9d492a055"}),
-    "get_grad_norm_direct": frozenset({"1bef58e78c31670a"}),
-}
+Method = Callable[..., torch.Tensor]
+_TOLERANCE = 1e-6  # of a norm: the replacement adds up in another order
 
 
 def replace(optimizer: Any) -> str | None:
     """Replace the methods; return the reason if that is impossible."""
     if getattr(optimizer, "cpu_offload", False):
         return "with optimizer offload, DeepSpeed checks for overflow while it copies"
-    unknown = [
-        name for name, digests in _SUPPORTED.items() if digest(getattr(type(optimizer), name, None)) not in digests
-    ]
-    if unknown:
-        return f"expected the {', '.join(unknown)} of DeepSpeed 0.19.8; this version's differs"
-    for method in (has_overflow_serial, has_overflow_partitioned_grads_serial, get_grad_norm_direct):
-        setattr(optimizer, method.__name__, MethodType(method, optimizer))
+    theirs = {name: getattr(type(optimizer), name, None) for name in _REPLACEMENTS}
+    if missing := [name for name, method in theirs.items() if not isinstance(method, FunctionType)]:
+        return f"expected an optimizer of ZeRO 1 or 2, but it lacks {', '.join(missing)}"
+    replaced: dict[str, Method] = {}
+    for name, make in _REPLACEMENTS.items():
+        if difference := _difference(optimizer, name, theirs[name], make):
+            return f"expected the {name} of DeepSpeed 0.15 to 0.19, but this version's {difference}"
+        replaced[name] = make(theirs[name])
+    for name, method in replaced.items():
+        setattr(optimizer, name, MethodType(method, optimizer))
     return None
 
 
-def digest(function: Any) -> str:
-    """The digest of a function's source without whitespace, comments and docstring; "" without a source."""
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        return ""
-    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in ignored]
-    words = [t.string for t in tokens if not t.string.startswith(('"""', "'''"))]
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+# The replacements, each made of the method of DeepSpeed that it replaces
 
 
-def has_overflow_serial(self: Any, params: Any) -> torch.Tensor:
-    """Whether any element of a parameter's gradient is infinite or NaN: bool [1]."""
-    return _overflow(self, [p.grad for p in params if p.grad is not None])
+def _overflow_of_parameters(original: Method) -> Method:
+    def has_overflow_serial(self: Any, params: Any) -> torch.Tensor:
+        """Whether any element of a parameter's gradient is infinite or NaN: bool [1]."""
+        return _overflow(self, [p.grad for p in params if p.grad is not None])
+
+    return has_overflow_serial
 
 
-def has_overflow_partitioned_grads_serial(self: Any) -> torch.Tensor:
-    """Whether any element of this rank's averaged gradients is infinite or NaN: bool [1]."""
-    groups = [self.averaged_gradients[i] for i in range(len(self.bit16_groups))]
-    return _overflow(self, [g for group in groups for g in group if g is not None])
+def _overflow_of_partitions(original: Method) -> Method:
+    def has_overflow_partitioned_grads_serial(self: Any) -> torch.Tensor:
+        """Whether any element of this rank's averaged gradients is infinite or NaN: bool [1]."""
+        groups = [self.averaged_gradients[i] for i in range(len(self.bit16_groups))]
+        return _overflow(self, [g for group in groups for g in group if g is not None])
+
+    return has_overflow_partitioned_grads_serial
 
 
 def _overflow(optimizer: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
     return gradients.found_non_finite(tensors, torch.device(optimizer.device)).bool()
 
 
-def get_grad_norm_direct(self: Any, grads: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
-    """The norm of the gradients of all ranks, with replicated ones counted once: float32 []."""
-    deepspeed_module = sys.modules[type(self).__module__]
-    if float(norm_type) != 2.0:
-        original: torch.Tensor = type(self).get_grad_norm_direct(self, grads, params, norm_type)
-        return original
-    own = [
-        gradient.detach()
-        for gradient, p in zip((g for g in grads if not getattr(g, "_zero_padding", False)), params, strict=False)
-        if not getattr(p, "ds_pipe_replicated", False)
-        and (deepspeed_module.is_model_parallel_parameter(p) or self.model_parallel_rank == 0)
-    ]
-    total = gradients.norm(own, torch.device(self.device)).float().square()
-    deepspeed_module.dist.all_reduce(total, op=deepspeed_module.dist.ReduceOp.SUM, group=self.dp_process_group)
-    self._model_parallel_all_reduce(tensor=total, op=deepspeed_module.dist.ReduceOp.SUM)
-    total = total.sqrt()
-    deepspeed_module.mask_nan_or_inf_with_val_inplace(total, device=self.device)
-    return total
+def _norm(original: Method) -> Method:
+    def get_grad_norm_direct(self: Any, grads: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
+        """The norm of the gradients of all ranks, with replicated ones counted once: float32 [].
+
+        DeepSpeed's own method reduces it over the ranks, of a single gradient: the norm of this rank's.
+        """
+        if float(norm_type) != 2.0:
+            return original(self, grads, params, norm_type)
+        is_model_parallel = original.__globals__["is_model_parallel_parameter"]  # type: ignore[attr-defined]
+        counted = [
+            (gradient.detach(), p)
+            for gradient, p in zip((g for g in grads if not getattr(g, "_zero_padding", False)), params, strict=False)
+            if not getattr(p, "ds_pipe_replicated", False) and (is_model_parallel(p) or self.model_parallel_rank == 0)
+        ]
+        own, owners = [g for g, _ in counted], [p for _, p in counted]
+        if not own:
+            return original(self, [], [], norm_type)
+        norm = gradients.norm(own, torch.device(self.device)).reshape(1)
+        return original(self, [norm], owners[:1], norm_type)
+
+    return get_grad_norm_direct
+
+
+_REPLACEMENTS: dict[str, Callable[[Method], Method]] = {
+    "has_overflow_serial": _overflow_of_parameters,
+    "has_overflow_partitioned_grads_serial": _overflow_of_partitions,
+    "get_grad_norm_direct": _norm,
+}
+
+
+# Trials
+
+
+class _NoCommunication:
+    """Stands for `deepspeed.comm` in a trial: what is reduced is noted, and nothing else is there."""
+
+    def __init__(self, real: Any) -> None:
+        self.ReduceOp = getattr(real, "ReduceOp", None)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
+        self.calls.append((tuple(tensor.shape), tensor.dtype, op, group))
+
+
+def _difference(optimizer: Any, name: str, theirs: FunctionType, make: Callable[[Method], Method]) -> str:
+    """How DeepSpeed's method behaves otherwise than its replacement; "" if it does not."""
+    comm = _NoCommunication(theirs.__globals__.get("dist"))
+    alone = FunctionType(
+        theirs.__code__, {**theirs.__globals__, "dist": comm}, name, theirs.__defaults__, theirs.__closure__
+    )
+    ours = make(alone)
+    for parts, rank in _trials(torch.device(optimizer.device)):
+        results = []
+        for method in (alone, ours):
+            comm.calls.clear()
+            try:
+                result = method(_stand_in(optimizer, parts, rank, comm), *_arguments(name, parts))
+            except Exception as error:  # noqa: BLE001  code of another library, of any version
+                return f"cannot be tried: {type(error).__name__}: {error}"
+            results.append((result, list(comm.calls)))
+        (expected, expected_calls), (got, calls) = results
+        if calls != expected_calls:
+            return f"makes {len(expected_calls)} reductions over the ranks, where {len(calls)} were expected"
+        if not _is_same(expected, got):
+            return f"gives {expected}, where {got} was expected"
+    return ""
+
+
+def _trials(device: torch.device) -> Iterator[tuple[list[SimpleNamespace], int]]:
+    """Parameters with gradients, and a rank of model parallelism."""
+    values = torch.linspace(-2, 3, 6, device=device)
+    kinds: list[dict[str, Any]] = [
+        {}, {"ds_pipe_replicated": True}, {"ds_pipe_replicated": False}, {"model_parallel": True},
+        {"tensor_model_parallel": True},
+    ]  # fmt: skip
+    for rank in (0, 1):
+        for last in (1.0, math.inf, -math.inf, math.nan):
+            parts = [SimpleNamespace(grad=values * (1 + i), **kind) for i, kind in enumerate(kinds)]
+            parts[-1].grad = parts[-1].grad.index_fill(0, torch.zeros(1, dtype=torch.int64, device=device), last)
+            yield parts, rank
+        yield [], rank
+        yield [SimpleNamespace(grad=values.half())], rank
+
+
+def _stand_in(optimizer: Any, parts: Sequence[SimpleNamespace], rank: int, comm: _NoCommunication) -> Any:
+    """An optimizer of the same class that holds nothing but what the methods read."""
+    made = object.__new__(type(optimizer))
+    vars(made).update(
+        device=optimizer.device,
+        dp_process_group=None,
+        model_parallel_rank=rank,
+        bit16_groups=[[], []],
+        averaged_gradients={0: [p.grad for p in parts], 1: [None]},
+        _model_parallel_all_reduce=lambda tensor, op: comm.all_reduce(tensor, op, "model parallel"),
+    )
+    return made
+
+
+def _arguments(name: str, parts: list[SimpleNamespace]) -> tuple[Any, ...]:
+    if name == "has_overflow_serial":
+        return ([*parts, SimpleNamespace(grad=None)],)
+    return ([p.grad for p in parts], parts) if name == "get_grad_norm_direct" else ()
+
+
+def _is_same(expected: Any, got: torch.Tensor) -> bool:
+    return (
+        isinstance(expected, torch.Tensor)
+        and (expected.dtype, expected.shape, expected.device) == (got.dtype, got.shape, got.device)
+        and torch.allclose(expected.double(), got.double(), rtol=_TOLERANCE, atol=0, equal_nan=True)
+    )
