@@ -23,14 +23,14 @@ def replace(optimizer: Any) -> str | None:
     """Replace the methods; return the reason if that is impossible."""
     if getattr(optimizer, "cpu_offload", False):
         return "with optimizer offload, DeepSpeed checks for overflow while it copies"
-    theirs = {name: getattr(type(optimizer), name, None) for name in _REPLACEMENTS}
-    if missing := [name for name, method in theirs.items() if not isinstance(method, FunctionType)]:
-        return f"expected an optimizer of ZeRO 1 or 2, but it lacks {', '.join(missing)}"
     replaced: dict[str, Method] = {}
     for name, make in _REPLACEMENTS.items():
-        if difference := _difference(optimizer, name, theirs[name], make):
+        original = getattr(type(optimizer), name, None)
+        if not isinstance(original, FunctionType):
+            return f"expected an optimizer of ZeRO 1 or 2, but it lacks {name}"
+        if difference := _difference(optimizer, name, original, make):
             return f"expected the {name} of DeepSpeed 0.15 to 0.19, but this version's {difference}"
-        replaced[name] = make(theirs[name])
+        replaced[name] = make(original)
     for name, method in replaced.items():
         setattr(optimizer, name, MethodType(method, optimizer))
     return None
@@ -39,7 +39,7 @@ def replace(optimizer: Any) -> str | None:
 # The replacements, each made of the method of DeepSpeed that it replaces
 
 
-def _overflow_of_parameters(original: Method) -> Method:
+def _overflow_of_parameters(original: FunctionType) -> Method:
     def has_overflow_serial(self: Any, params: Any) -> torch.Tensor:
         """Whether any element of a parameter's gradient is infinite or NaN: bool [1]."""
         return _overflow(self, [p.grad for p in params if p.grad is not None])
@@ -47,7 +47,7 @@ def _overflow_of_parameters(original: Method) -> Method:
     return has_overflow_serial
 
 
-def _overflow_of_partitions(original: Method) -> Method:
+def _overflow_of_partitions(original: FunctionType) -> Method:
     def has_overflow_partitioned_grads_serial(self: Any) -> torch.Tensor:
         """Whether any element of this rank's averaged gradients is infinite or NaN: bool [1]."""
         groups = [self.averaged_gradients[i] for i in range(len(self.bit16_groups))]
@@ -60,15 +60,16 @@ def _overflow(optimizer: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
     return gradients.found_non_finite(tensors, torch.device(optimizer.device)).bool()
 
 
-def _norm(original: Method) -> Method:
+def _norm(original: FunctionType) -> Method:
     def get_grad_norm_direct(self: Any, grads: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
         """The norm of the gradients of all ranks, with replicated ones counted once: float32 [].
 
         DeepSpeed's own method reduces it over the ranks, of a single gradient: the norm of this rank's.
         """
+        reduced: Method = original
         if float(norm_type) != 2.0:
-            return original(self, grads, params, norm_type)
-        is_model_parallel = original.__globals__["is_model_parallel_parameter"]  # type: ignore[attr-defined]
+            return reduced(self, grads, params, norm_type)
+        is_model_parallel = original.__globals__["is_model_parallel_parameter"]
         counted = [
             (gradient.detach(), p)
             for gradient, p in zip((g for g in grads if not getattr(g, "_zero_padding", False)), params, strict=False)
@@ -76,14 +77,14 @@ def _norm(original: Method) -> Method:
         ]
         own, owners = [g for g, _ in counted], [p for _, p in counted]
         if not own:
-            return original(self, [], [], norm_type)
+            return reduced(self, [], [], norm_type)
         norm = gradients.norm(own, torch.device(self.device)).reshape(1)
-        return original(self, [norm], owners[:1], norm_type)
+        return reduced(self, [norm], owners[:1], norm_type)
 
     return get_grad_norm_direct
 
 
-_REPLACEMENTS: dict[str, Callable[[Method], Method]] = {
+_REPLACEMENTS: dict[str, Callable[[FunctionType], Method]] = {
     "has_overflow_serial": _overflow_of_parameters,
     "has_overflow_partitioned_grads_serial": _overflow_of_partitions,
     "get_grad_norm_direct": _norm,
@@ -104,7 +105,7 @@ class _NoCommunication:
         self.calls.append((tuple(tensor.shape), tensor.dtype, op, group))
 
 
-def _difference(optimizer: Any, name: str, theirs: FunctionType, make: Callable[[Method], Method]) -> str:
+def _difference(optimizer: Any, name: str, theirs: FunctionType, make: Callable[[FunctionType], Method]) -> str:
     """How DeepSpeed's method behaves otherwise than its replacement; "" if it does not."""
     comm = _NoCommunication(theirs.__globals__.get("dist"))
     alone = FunctionType(
