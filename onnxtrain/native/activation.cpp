@@ -66,6 +66,25 @@ static void gated_backward(const Rows &rows, const T *dy, const T *gate, const T
     });
 }
 
+// x * Phi(x) with Phi(-|x|) = t * p(t) * e^(-x^2 / 2), t = 1 / (1 + 0.47 |x| / sqrt 2) and a minimax polynomial p: a relative
+// error of 8e-8 for all x, where 1 + erf(x / sqrt 2) cancels for x < 0.
+extern "C" void exact_gelu_float(const float *x, float *y, int64_t count, int64_t threads) {
+    parallel_vectors<float>(count, threads, [=](int64_t at, auto n) {
+        const Vec<float> v = load_first<float>(x + at, n), t = 1 / (1 + 0.332340187f * absolute<float>(v));
+        Vec<float> p = t * -0.0205648679f + 0.0824800381f;
+        p = p * t + -0.100982764f;
+        p = p * t + 0.010409837f;
+        p = p * t + 0.00842984639f;
+        p = p * t + 0.0480436623f;
+        p = p * t + 0.0891230717f;
+        p = p * t + 0.117890197f;
+        p = p * t + 0.132586397f;
+        p = p * t + 0.132584542f;
+        const Vec<float> tail = t * p * exponential<float>(-0.5f * v * v);
+        store_first<float>(y + at, n, v * (v < 0.0f ? tail : 1 - tail));
+    });
+}
+
 #define DEFINE(NAME, OF, TYPE)                                                                                                \
     extern "C" void NAME##_##TYPE(const TYPE *x, TYPE *y, int64_t count, int64_t threads) {                                   \
         forward<TYPE, OF>(x, y, count, threads);                                                                              \

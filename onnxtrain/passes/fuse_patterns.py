@@ -185,7 +185,7 @@ def _fast_gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
 @_rewrite("Gelu", *_times_half(_X, op("Add", _ERF, 1.0)))
 def _gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
     x = found.values["x"]
-    return None if _is_half(x) else ops.Gelu(x)
+    return None if _is_half(x) else ops.ms.Gelu(x)  # ONNX's has PyTorch's kernel, which is less accurate than erf
 
 
 @_rewrite("QuickGelu", op("Mul", _X, op("Sigmoid", either(_X, op("Mul", _X, Num("alpha"))))))

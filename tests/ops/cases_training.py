@@ -19,8 +19,8 @@ def slope_of(function: Any) -> Any:
     return gradient
 
 
-def gelu(x: Any, bias: Any = None) -> Any:
-    return F.gelu(x if bias is None else x + bias)
+def gelu(x: Any, bias: Any) -> Any:
+    return F.gelu(x + bias)
 
 
 def fast_gelu(x: Any, bias: Any = None) -> Any:
@@ -29,7 +29,7 @@ def fast_gelu(x: Any, bias: Any = None) -> Any:
 
 WIDE, X, BIAS = Spec("b s h", low=-5, high=5), Spec("b s h"), Spec("h")
 GELUS = [
-    OpCase(MICROSOFT, "Gelu", (WIDE,), gelu, specials=True),
+    OpCase(MICROSOFT, "Gelu", (WIDE,), lambda x: 0.5 * x * (1.0 + torch.erf(x / 2.0**0.5)), specials=True),
     OpCase(MICROSOFT, "FastGelu", (WIDE,), fast_gelu, specials=True),
     OpCase(MICROSOFT, "FastGelu", (X, BIAS), fast_gelu, label="bias"),
     OpCase(MICROSOFT, "BiasGelu", (X, BIAS), gelu),

@@ -1,6 +1,5 @@
-"""Gelu ops of ONNX Runtime Training, with and without a bias.
+"""Gelu ops of ONNX Runtime Training that add a bias.
 
-    Gelu(x)                      x * Phi(x)
     FastGelu(x, bias)            gelu(x + bias) with the tanh approximation
     BiasGelu(x, bias)            gelu(x + bias), exactly
     FastGeluGrad(dy, x), BiasGeluGrad_dX(dy, x, bias), BiasFastGeluGrad_dX(dy, x, bias) -> dx
@@ -37,7 +36,7 @@ def _types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _bias(n: NodeView) -> ir.Value | None:
-    return getattr(n, "bias", None)  # Gelu has no such input
+    return getattr(n, "bias", None)  # FastGeluGrad has no such input
 
 
 def _plus_bias(op: Builder, n: NodeView) -> ir.Value:
@@ -57,9 +56,8 @@ def _define_gelu(name: str, bias_grad_name: str, inputs: tuple[str, ...], approx
     """Define gelu(x + bias). `bias_grad_name` is the gradient op of a node that has a bias."""
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value]:
-        if _bias(n) is None:
-            dx = op.ms.GeluGrad(dy, n.x) if name == "Gelu" else op.ms.FastGeluGrad(dy, n.x)
-            return [dx, None][: len(n.node.inputs)]
+        if n.bias is None:
+            return [op.ms.FastGeluGrad(dy, n.x), None][: len(n.node.inputs)]
         dx = op.op(MICROSOFT, bias_grad_name)(dy, n.x, n.bias)
         return dx, dx  # the differentiator sums the second to the bias's shape
 
@@ -105,7 +103,6 @@ def _define_gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> N
     )
 
 
-_define_gelu("Gelu", "", ("x",), _EXACT)
 _define_gelu("FastGelu", "BiasFastGeluGrad_dX", ("x", "bias?"), _TANH)
 _define_gelu("BiasGelu", "BiasGeluGrad_dX", ("x", "bias"), _EXACT)
 _define_gelu_grad("FastGeluGrad", ("dy", "x"), _TANH)

@@ -18,7 +18,7 @@ import torch
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
+from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.activation.constructors import scalar
 from onnxtrain.ops.constructors import FUSIBLE, broadcast_axes, define_fused, elementwise_flops, never
@@ -122,8 +122,8 @@ def activation_of(n: NodeView) -> str:
     match n.definition.name:
         case "QuickGelu" if n.alpha == 1.0:
             return "silu"
-        case "Gelu":
-            return "tanh_gelu" if getattr(n, "approximate", "none") == "tanh" else "gelu"
+        case "Gelu" if n.definition.domain == ONNX:
+            return "tanh_gelu" if n.approximate == "tanh" else "gelu"
         case "FastGelu" if n.bias is None:
             return "tanh_gelu"
     return ""

@@ -18,12 +18,13 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import MICROSOFT, ONNX, OWN
+from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, dtype_of
 from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.activation.constructors import define_activation, define_activation_grad, not_double, scalar
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import define_unary
+from onnxtrain.ops.constructors import define_unary, elementwise_flops
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Fusion, Infix, InPlaceCapableCall, Kernel, NodeView
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.torch_compat import aten_kernels
@@ -133,6 +134,28 @@ GELU, GELU_GRAD = define_activation(
         Kernel(lower=lambda n, x: kernels.compiled_call(kernels.tanh_gelu, x), applies=_can_compile),
         Kernel(lower=lambda n, dy, x: kernels.tanh_gelu_backward_call(dy, x), applies=_can_compile, in_place_input=0),
     ),
+)
+
+
+def _lower_exact_gelu(n: NodeView, x: Any) -> Call:
+    return (kernels.compiled_call if may_compile(n, "cpu") else Call)(kernels.exact_gelu, x)
+
+
+# The Gelu that forward writes out with erf: PyTorch's float32 kernel on a CPU is less accurate than the formula.
+define_unary(
+    "Gelu",
+    {},
+    torch.nn.functional.gelu,
+    lambda op, n, dy: op.ms.GeluGrad(dy, n.x),
+    domain=MICROSOFT,
+    body=lambda op, n: op.Gelu(n.x),
+    preferred_kernels=(
+        Kernel(
+            lower=_lower_exact_gelu,
+            applies=lambda n, device: device == "cpu" and dtype_of(n.x) == ir.DataType.FLOAT,
+        ),
+    ),
+    flops=lambda n: sizes.multiply(10, elementwise_flops(n)),
 )
 
 
