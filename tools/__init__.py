@@ -1,1 +1,1 @@
-"""Programs for those who change onnxtrain."""
+"""Development tools."""

@@ -1,12 +1,12 @@
-"""Applies known faults to copies of the repository, one at a time, and says which tests notice them.
+"""Apply known faults to copies of the repository, one at a time, and report which tests detect them.
 
-    python -m tools.faults                              every fault of tests/faults, by the tests that it names
+    python -m tools.faults                              every fault of tests/faults, with the tests that it names
     python -m tools.faults --only NAME [NAME ...]       some faults
-    python -m tools.faults --all                        by the whole default suite instead: hours
+    python -m tools.faults --all                        with the whole default suite instead: hours
     python -m tools.faults --ref COMMIT                 at that commit as well, for comparison
-    python -m tools.faults --check                      only whether each fault applies and its tests exist: seconds
+    python -m tools.faults --check                      only check that each fault applies and its tests exist: seconds
 
-Exits with 1 where a fault goes unnoticed or cannot be tried.
+Exits with 1 if a fault is not detected or cannot be applied.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ BROKEN = "tests fail without the fault"
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that was made once, or nearly.
+    """A fault that was result once, or almost.
 
     Attributes:
         name: for `--only`.
-        breaks: what goes wrong, in one sentence.
+        breaks: its effect, in one sentence.
         file: the source file.
-        find: a text that occurs once in it.
+        find: a text that occurs exactly once in the file.
         replace: the faulty text.
-        tests: the node ids or files that notice it, all of the default run.
+        tests: the node ids or files of the default run that detect it.
         listed_in: the file that lists this fault.
     """
 
@@ -79,10 +79,10 @@ class Fault:
 
 
 def read_faults(root: Path = ROOT) -> list[Fault]:
-    """The faults of all files, in their order.
+    """Read the faults of all files, in order.
 
     Raises:
-        ValueError: an entry lacks a key or has another one.
+        ValueError: an entry lacks a key or has an unknown one.
     """
     faults: list[Fault] = []
     for path in sorted((root / FAULTS).glob("*.toml")):
@@ -98,7 +98,7 @@ def read_faults(root: Path = ROOT) -> list[Fault]:
 
 
 def complaints_about(faults: Sequence[Fault], root: Path = ROOT) -> Iterator[str]:
-    """Yields what keeps a fault from being tried: which fault, which file, what to update."""
+    """Yield the reasons why faults cannot be tried: the fault, the file, and what to update."""
     for name, count in Counter(fault.name for fault in faults).items():
         if count > 1:
             yield f"{name}: {count} faults have this name; rename all but one in {FAULTS}"
@@ -125,31 +125,31 @@ def _about_text(fault: Fault, root: Path) -> Iterator[str]:
         try:
             ast.parse(fault.apply(source))
         except SyntaxError as error:
-            yield f"`replace` is no Python in {fault.file}, line {error.lineno}: {error.msg}"
+            yield f"`replace` is invalid Python in {fault.file}, line {error.lineno}: {error.msg}"
 
 
 def _about_tests(fault: Fault, root: Path) -> Iterator[str]:
     if not fault.tests:
-        yield "`tests` is empty; name the tests that notice the fault"
+        yield "`tests` is empty; name the tests that detect the fault"
     for test in fault.tests:
         file, function = _split(test)
         if not (root / file).exists():
             yield f"{file} does not exist; set `tests` to where the test is now"
         elif function and function not in _tests_in(root / file):
-            yield f"{file} has no test {function}; set `tests` to a test that notices the fault"
+            yield f"{file} has no test {function}; set `tests` to a test that detects the fault"
         elif function and _tests_in(root / file)[function]:
-            yield f"{test} is slow, so the default run does not notice the fault; name a test that is not"
+            yield f"{test} is slow, so the default run does not detect the fault; name a test that is not slow"
 
 
 def _split(test: str) -> tuple[str, str]:
-    """The file of a node id and its function, without parameters; no function for a file."""
+    """The file and the function of a node id, without parameters; "" as the function of a file."""
     file, _, function = test.partition("::")
     return file, function.partition("[")[0]
 
 
 @functools.cache
 def _tests_in(file: Path) -> Mapping[str, bool]:
-    """The test functions of a file, as a node id spells them, and whether each is marked slow."""
+    """The test functions of a file, as written in node ids, and whether each is marked slow."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     assigned = [s for s in tree.body if isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name)]
     values = {ast.unparse(s.targets[0]): s.value for s in assigned}
@@ -174,14 +174,14 @@ def _tests_in(file: Path) -> Mapping[str, bool]:
 
 @dataclass(frozen=True)
 class Trial:
-    """What the tests made of a fault.
+    """The result of the tests for a fault.
 
     Attributes:
         fault: the fault.
-        verdict: one of the words above.
-        by: the first test that failed, or how its process ended.
-        seconds: how long it took.
-        output: the end of what the tests printed.
+        verdict: one of the constants above.
+        by: the first test that failed, or how the process ended.
+        seconds: the duration.
+        output: the end of the tests' output.
     """
 
     fault: Fault
@@ -200,11 +200,11 @@ class Run:
     """One process of pytest.
 
     Attributes:
-        code: its exit status, negative for a signal; None where it was ended for lack of time.
+        code: its exit status, negative for a signal; None if it timed out.
         failed: the node ids of the tests that failed.
-        passed: how many passed.
-        seconds: how long it took.
-        output: the end of what it printed.
+        passed: the number of tests that passed.
+        seconds: the duration.
+        output: the end of its output.
     """
 
     code: int | None
@@ -220,8 +220,8 @@ class Copy:
 
     Attributes:
         folder: the copy.
-        cache: where a clean run leaves compiled kernels; each run gets a copy of them, and no measured times.
-        broken: the tests that fail without any fault.
+        cache: the compiled kernels of a clean run; each run gets a copy of them, and no measured times.
+        broken: the tests that fail without a fault.
     """
 
     folder: Path
@@ -230,7 +230,7 @@ class Copy:
     _runs: Iterator[int] = field(default_factory=lambda: iter(range(10**9)))
 
     def run(self, tests: Sequence[str], *, clean: bool = False) -> Run:
-        """Runs tests up to the first failure; all of them, filling the cache, where `clean`."""
+        """Run tests up to the first failure; with `clean`, run all of them and fill the cache."""
         number = next(self._runs)
         report = self.folder.parent / f"{self.folder.name}-{number}.xml"
         cache = self.cache
@@ -264,7 +264,7 @@ class Copy:
         return tuple(names), len(cases) - len(failed) - len(skipped)
 
     def _node_id(self, case: ElementTree.Element) -> str:
-        """Pytest reports `tests.package.test_garbage.Class` and a name."""
+        """The node id of a test; pytest's report has `tests.package.test_file.Class` and a name."""
         parts = (case.get("classname") or "").split(".")
         lengths = range(len(parts), 0, -1)
         length = next((n for n in lengths if self.folder.joinpath(*parts[:n]).with_suffix(".py").exists()), len(parts))
@@ -282,14 +282,14 @@ class Copy:
             self._write(path, clean)
 
     def _write(self, path: Path, source: str) -> None:
-        """Also takes away the bytecode, which Python tells by a time in whole seconds."""
+        """Write a file, and remove its bytecode, whose time stamp has a resolution of one second only."""
         path.write_text(source, encoding="utf-8")
         for bytecode in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             bytecode.unlink()
 
 
 def try_fault(fault: Fault, copy: Copy, whole_suite: bool) -> Trial:
-    """Applies a fault and runs its tests."""
+    """Apply a fault and run its tests."""
     path = copy.folder / fault.file
     if not path.is_file() or path.read_text(encoding="utf-8").count(fault.find) != 1:
         return Trial(fault, DOES_NOT_APPLY)
@@ -300,7 +300,7 @@ def try_fault(fault: Fault, copy: Copy, whole_suite: bool) -> Trial:
         run = copy.run(tests)
     verdict, by = _verdict(run)
     if run.code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        # The function is there, as _test_at saw: it has other parameters at this commit, or was deselected.
+        # `_test_at` found the function, so it has other parameters at this commit, or was deselected.
         failing = any(forked_pytest.matches(node_id, test) for node_id in copy.broken for test in tests)
         verdict, by = (BROKEN if failing else NO_TEST), ""
     return Trial(fault, verdict, by, run.seconds, run.output)
@@ -308,7 +308,7 @@ def try_fault(fault: Fault, copy: Copy, whole_suite: bool) -> Trial:
 
 def _verdict(run: Run) -> tuple[str, str]:
     if run.code is None:
-        return NOTICED, f"no end after {LIMIT_S} s"
+        return NOTICED, f"timed out after {LIMIT_S} s"
     if run.code < 0:
         return NOTICED, f"the process ended by {signal.Signals(-run.code).name}"
     if run.failed:
@@ -319,8 +319,8 @@ def _verdict(run: Run) -> tuple[str, str]:
 
 
 def tests_at(fault: Fault, folder: Path) -> list[str]:
-    """The tests of a fault that a tree has: where a file is not there, the only test of the same name."""
-    return [test for given in fault.tests if (test := _test_at(given, folder))]
+    """The tests of a fault that exist in a tree. If a file is missing, the only test of the same name is used."""
+    return [found for test in fault.tests if (found := _test_at(test, folder))]
 
 
 def _test_at(test: str, folder: Path) -> str:
@@ -334,13 +334,13 @@ def _test_at(test: str, folder: Path) -> str:
 
 
 def take_compiled_kernels(cache: Path) -> None:
-    """Copies those that this machine has: they are named after their source.
+    """Copy the compiled kernels of this machine to `cache`; their names are hashes of their sources.
 
-    Asked in another process: a fork of this one has to import the package of its copy.
+    The folder is determined in another process, because forks of this one import the package of their copy.
     """
     code = "from onnxtrain.system.cache_folder import cache_folder; print(cache_folder('native'))"
-    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    folder = Path(asked.stdout.strip())
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    folder = Path(child.stdout.strip())
     if folder.exists():
         shutil.copytree(folder, cache / "native")
 
@@ -353,7 +353,7 @@ def try_all(
     whole_suite: bool,
     console: Console,
 ) -> list[Trial]:
-    """Tries each fault in one of `jobs` copies, after a run without a fault."""
+    """Try each fault in one of `jobs` copies, after a run without a fault."""
     take_compiled_kernels(scratch / "cache")
     copies: queue.Queue[Copy] = queue.Queue()
     for number in range(jobs):
@@ -392,7 +392,7 @@ def try_all(
     return trials
 
 
-# What is printed
+# Output
 
 
 def table_of(trials: Sequence[Trial], before: Sequence[Trial] | None, commit: str) -> Table:
@@ -415,24 +415,24 @@ def counts_of(trials: Sequence[Trial]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tools.faults", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--only", nargs="+", metavar="NAME", help="the faults to try; default: all")
-    made.add_argument("--all", action="store_true", help="run the whole default suite instead of the named tests")
-    made.add_argument("--ref", metavar="COMMIT", help="try the faults at this commit as well")
-    made.add_argument("--check", action="store_true", help="only check that each fault applies and its tests exist")
-    made.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
-    return made
+    result = argparse.ArgumentParser(prog="python -m tools.faults", description=(__doc__ or "").split("\n\n")[0])
+    result.add_argument("--only", nargs="+", metavar="NAME", help="the faults to try; default: all")
+    result.add_argument("--all", action="store_true", help="run the whole default suite instead of the named tests")
+    result.add_argument("--ref", metavar="COMMIT", help="try the faults at this commit as well")
+    result.add_argument("--check", action="store_true", help="only check that each fault applies and its tests exist")
+    result.add_argument("--jobs", type=int, default=2, help="faults to try in parallel (default: 2)")
+    return result
 
 
-def main(given: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Checks or tries the faults, prints what came of it, and returns the exit status."""
-    options = parser().parse_args(given)
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Check or try the faults, print the results, and return the exit status."""
+    options = parser().parse_args(arguments)
     console = Console()
     faults = read_faults(root)
     if options.only:
         unknown = set(options.only) - {fault.name for fault in faults}
         if unknown:
-            console.print(f"no faults of these names in {FAULTS}: {', '.join(sorted(unknown))}")
+            console.print(f"no such faults in {FAULTS}: {', '.join(sorted(unknown))}")
             return 2
         faults = [fault for fault in faults if fault.name in options.only]
     complaints = list(complaints_about(faults, root))

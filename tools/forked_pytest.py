@@ -1,4 +1,4 @@
-"""Runs pytest in forks of a process that has imported PyTorch and its like once: each import takes seconds."""
+"""Run pytest in forks of a process that has imported PyTorch and others once, which takes seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tools.working_copy import ROOT
 
-# Nothing of this repository: a fork imports that from the folder that it is given.
+# No modules of this repository: a fork imports those from its own folder.
 _PRELOADED = (
     *("numpy", "onnx", "onnx_ir", "sympy", "hypothesis", "torch", "torch.export", "torch._dynamo"),
     *("torch._functorch.aot_autograd", "torch._inductor.compile_fx", "torch.onnx"),
@@ -30,18 +30,18 @@ def run(
     output: Path,
     limit_s: float | None = None,
 ) -> int | None:
-    """Runs tests of the repository in `folder`.
+    """Run tests of the repository in `folder`.
 
     Args:
-        tests: files and node ids; a `*` at the end stands for anything. Empty: the default suite.
-        options: of pytest.
+        tests: files and node ids; a final `*` matches anything. Empty: the default suite.
+        options: options of pytest.
         folder: a copy of the repository.
-        variables: the whole environment.
-        output: the file for what is printed.
-        limit_s: seconds, after which the process and its children are killed.
+        variables: all environment variables.
+        output: the file for the output.
+        limit_s: the seconds after which the process and its children are killed.
 
     Returns:
-        The exit status, negative for a signal; None where the process was killed for lack of time.
+        The exit status, negative for a signal; None after a timeout.
     """
     process = _FORKS.Process(target=_run, args=(tests, options, folder, dict(variables), output))
     process.start()
@@ -55,7 +55,7 @@ def run(
 
 
 class _Chosen:
-    """Keeps the tests that were asked for, of those in their functions."""
+    """Deselects all tests but the requested ones."""
 
     def __init__(self, tests: Sequence[str]) -> None:
         self._tests = tests
@@ -65,7 +65,7 @@ class _Chosen:
 
 
 def matches(node_id: str, test: str) -> bool:
-    """Return whether a node id is one that a test of `run` names."""
+    """Whether a node id is selected by an entry of the `tests` of `run`."""
     if test.endswith("*"):
         return node_id.startswith(test[:-1])
     return node_id == test or node_id.startswith((f"{test}::", f"{test}[", f"{test}/"))
@@ -74,7 +74,7 @@ def matches(node_id: str, test: str) -> bool:
 def _run(
     tests: Sequence[str], options: Sequence[str], folder: Path, variables: Mapping[str, str], output: Path
 ) -> None:
-    os.setsid()  # a group of its own, to be killed with its children
+    os.setsid()  # a new process group, so that it can be killed with its children
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -84,5 +84,5 @@ def _run(
     sys.path[:] = [str(folder), *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name == "tools" or name.startswith("tools.")]:
         del sys.modules[name]
-    places = dict.fromkeys(test.partition("[")[0] for test in tests)  # pytest refuses parameters that are not there
-    sys.exit(pytest.main([*options, *places], plugins=[_Chosen(tests)] if tests else []))
+    node_ids = dict.fromkeys(test.partition("[")[0] for test in tests)  # pytest rejects unknown parameters
+    sys.exit(pytest.main([*options, *node_ids], plugins=[_Chosen(tests)] if tests else []))

@@ -1,12 +1,12 @@
-"""Runs tests in environments that differ from this one, and prints a table.
+"""Run tests in environments that differ from this one, and print a table.
 
     python -m tools.matrix                                       the tests marked `everywhere`, in all environments
     python -m tools.matrix --only no-compiler --only machine-amx    in some of them
     python -m tools.matrix --only folder-torch tests/cli         other tests
     python -m tools.matrix --full                                the whole suite in each: hours
 
-An environment is a folder, variables, a machine of tests/machines.py, or what the system withholds. Each row is one
-process of pytest; it exits with 1 where a test fails or does not run.
+An environment is a folder, variables, a machine of tests/machines.py, or a system without some feature. Each row is one
+pytest process. Exits with 1 if a test fails or does not run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tools.working_copy import ROOT, copy_working_tree
 
 MARK = "everywhere"
 COMPILER = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|c89|c99)(-[\d.]+)?")
-# What an environment sets, it sets alone.
+# Variables that only the environments set.
 DROPPED = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "PYTEST_ADDOPTS")
 ROW_LIMIT_S = 900
 DEAD_PROXY = "http://127.0.0.1:9"
@@ -49,11 +49,11 @@ LOOPBACK = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row's process gets.
+    """The settings of a row's process.
 
     Attributes:
-        variables: of the environment.
-        prefix: the command that starts it, where that is not the interpreter itself.
+        variables: environment variables.
+        prefix: a command to start the interpreter with; () for none.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -66,11 +66,11 @@ class Environment:
 
     Attributes:
         name: for `--only`.
-        meaning: for the table.
-        folder: the name of the folder that holds a copy of the repository; None for the repository itself.
-        setting: makes the setting, from a folder of its own.
-        options: of pytest.
-        tests: beginnings of the paths of the marked tests that it changes.
+        meaning: its description in the table.
+        folder: the name of the folder with a copy of the repository; None for the repository itself.
+        setting: creates the setting, given a scratch folder.
+        options: options of pytest.
+        tests: prefixes of the paths of the marked tests that it affects.
     """
 
     name: str
@@ -81,12 +81,12 @@ class Environment:
     tests: tuple[str, ...] = ("",)
 
 
-def variables(**given: str) -> Callable[[Path], Setting]:
-    return lambda scratch: Setting(given)
+def variables(**values: str) -> Callable[[Path], Setting]:
+    return lambda scratch: Setting(values)
 
 
 def no_compiler(scratch: Path) -> Setting:
-    """A path on which everything is but compilers."""
+    """A search path with all programs except compilers."""
     for folder in os.environ["PATH"].split(os.pathsep):
         for program in Path(folder).glob("*"):
             link = scratch / program.name
@@ -96,7 +96,7 @@ def no_compiler(scratch: Path) -> Setting:
 
 
 def read_only_home(scratch: Path) -> Setting:
-    """Permissions do not hold for root: there a file system that is mounted read-only, or one that refuses folders."""
+    """A read-only home. For root, permissions do not apply: a read-only mount, or a file system without folders."""
     if os.getuid():
         scratch.chmod(0o555)
         return Setting({"HOME": str(scratch)})
@@ -106,7 +106,7 @@ def read_only_home(scratch: Path) -> Setting:
 
 
 def no_network(scratch: Path) -> Setting:
-    """A network namespace with nothing but loopback; where the system refuses that, proxies that nobody serves."""
+    """A network namespace with loopback only, or if the system refuses that, proxies that do not exist."""
     for namespace in (("unshare", "--net"), ("unshare", "--map-root-user", "--net")):
         setting = Setting(prefix=(*namespace, sys.executable, "-c", LOOPBACK))
         if runs(setting):
@@ -115,7 +115,7 @@ def no_network(scratch: Path) -> Setting:
 
 
 def runs(setting: Setting) -> bool:
-    """Whether a program runs in it here."""
+    """Whether a program can run with this setting on this system."""
     if shutil.which(setting.prefix[0]) is None:
         return False
     command = [*setting.prefix, "true"]
@@ -124,7 +124,7 @@ def runs(setting: Setting) -> bool:
     ).returncode
 
 
-# The tests that run by what a choice of kernels gives.
+# The tests whose kernels depend on the machine.
 CHOOSING = ("tests/execute/test_kernel_choice", "tests/native", "tests/ops", "tests/trainers", "tests/zoo")
 
 ENVIRONMENTS = (
@@ -155,14 +155,14 @@ ENVIRONMENTS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What a row's tests did.
+    """The results of a row.
 
     Attributes:
-        environment: where they ran.
-        passed, skipped: how many.
-        failed: the ids of those that failed.
-        seconds: how long the process took.
-        log: what it printed.
+        environment: the row's environment.
+        passed, skipped: the numbers of such tests.
+        failed: the ids of the tests that failed.
+        seconds: the duration of the process.
+        log: its output.
         ran: whether pytest finished.
     """
 
@@ -180,13 +180,13 @@ class Row:
 
 
 def marked_files() -> list[str]:
-    """The test files in which a test is marked for all environments."""
+    """The files of tests that are marked for all environments."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(f.relative_to(ROOT)) for f in files if f"mark.{MARK}" in f.read_text(encoding="utf-8")]
 
 
 def run(environment: Environment, tests: Sequence[str], scratch: Path, limit_s: float | None) -> Row:
-    """Runs these tests in an environment, or its share of the marked ones."""
+    """Run these tests in an environment, or the marked ones that it affects."""
     arguments = tests or ("-m", MARK, *(file for file in marked_files() if file.startswith(environment.tests)))
     own = scratch / environment.name
     (own / "setting").mkdir(parents=True)
@@ -213,7 +213,7 @@ def run(environment: Environment, tests: Sequence[str], scratch: Path, limit_s: 
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            output.write(f"\nno end after {limit_s:g} s".encode())
+            output.write(f"\ntimed out after {limit_s:g} s".encode())
     return read_report(environment, report, log, time.monotonic() - started)
 
 
@@ -228,7 +228,7 @@ def read_report(environment: Environment, report: Path, log: Path, seconds: floa
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    table = Table("environment", "what differs", box=None, pad_edge=False)
+    table = Table("environment", "difference", box=None, pad_edge=False)
     for heading in ("passed", "failed", "skipped", "seconds"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -249,19 +249,19 @@ def failures_of(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tools.matrix", description=(__doc__ or "").split("\n\n")[0])
+    result = argparse.ArgumentParser(prog="python -m tools.matrix", description=(__doc__ or "").split("\n\n")[0])
     names = [environment.name for environment in ENVIRONMENTS]
-    made.add_argument("tests", nargs="*", help=f"what pytest is to run; default: the tests marked {MARK}")
-    made.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"one of: {', '.join(names)}")
-    made.add_argument("--full", action="store_true", help="the whole suite in each environment")
-    made.add_argument("--jobs", type=int, default=2, help="environments at a time (default: 2)")
-    made.add_argument("--keep", action="store_true", help="keep the copies, logs and reports")
-    return made
+    result.add_argument("tests", nargs="*", help=f"the tests to run; default: those marked {MARK}")
+    result.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"one of: {', '.join(names)}")
+    result.add_argument("--full", action="store_true", help="the whole suite in each environment")
+    result.add_argument("--jobs", type=int, default=2, help="environments to run in parallel (default: 2)")
+    result.add_argument("--keep", action="store_true", help="keep the copies, logs and reports")
+    return result
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Runs the chosen environments, prints the table, and returns the exit status."""
-    options = parser().parse_args(given)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the chosen environments, print the table, and return the exit status."""
+    options = parser().parse_args(arguments)
     chosen = [e for e in ENVIRONMENTS if not options.only or e.name in options.only]
     tests = options.tests or (["tests"] if options.full else [])
     scratch = Path(tempfile.mkdtemp(prefix="onnxtrain-matrix-"))

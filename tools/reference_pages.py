@@ -1,7 +1,7 @@
-"""The reference pages that are generated: options, operators, the command line and error messages.
+"""Generate reference pages: options, operators, the command line and error messages.
 
-`python tools/reference_pages.py docs/reference` writes them; the build of the documentation (`docs/conf.py`) does so
-by itself. Each says what the package's own tables say, so that none is edited by hand.
+`python tools/reference_pages.py docs/reference` writes them; `docs/conf.py` does the same in a build of the
+documentation. They are generated from the package's own tables, and not edited by hand.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def write_pages(folder: Path) -> None:
 _OPTIONS = """\
 # Options
 
-Every option of {py:class}`onnxtrain.ORTModule` and {py:func}`onnxtrain.prepare`. The last of these wins: the default,
-the code (`ORTModule(model, rng="torch")`), a [JSON file](#json-file), the environment variable. An empty variable
-counts as unset. `onnxtrain options` prints each option with its present value and what set it.
+Every option of {py:class}`onnxtrain.ORTModule` and {py:func}`onnxtrain.prepare`. Later sources override earlier ones:
+the default, the code (`ORTModule(model, rng="torch")`), a [JSON file](#json-file), the environment variable. An empty
+variable counts as not set. `onnxtrain options` prints each option with its current value and the source of the value.
 """
 
 _JSON = f"""\
@@ -66,17 +66,17 @@ single module. Keys are the options' names, or those of ONNX Runtime Training:
 _FORMER = """\
 ## Former options
 
-These names still work, in code and in a JSON file, with a notice. The variables of ONNX Runtime Training among them
-are here to stay, and need none.
+These names still work in code and in a JSON file, with a notice. Variables of ONNX Runtime Training among them remain
+supported, without a notice.
 
-| option | variables | now |
+| option | variables | replacement |
 |---|---|---|
 """
 
 _WITHOUT_EFFECT = """\
 ## Variables without effect
 
-These variables of ONNX Runtime Training have nothing to switch here. The log mentions once each of them that is set,
+These variables of ONNX Runtime Training have no effect in onnxtrain. The log mentions once each of them that is set,
 and each unknown variable that begins with `ORTMODULE_` or `ONNXTRAIN_`.
 
 | variable | reason |
@@ -130,29 +130,29 @@ def _json_key(key: str) -> str:
 _OPERATORS = """\
 # Operators
 
-Every operator that onnxtrain knows, as its definition in `onnxtrain/ops` says
-([adding one](../development/adding-an-op.md)). `onnxtrain ops gelu` searches them in a terminal.
+Every operator of onnxtrain, from its definition in `onnxtrain/ops` ([adding one](../development/adding-an-op.md)).
+`onnxtrain ops gelu` searches them in a terminal.
 
-kernels
-: How many PyTorch kernels implement it. A *nondeterministic* one, which adds in no fixed order, is skipped under
+kernels : The number of kernels that implement it. A *nondeterministic* one, which accumulates in no fixed order, is not
+used under
   `torch.use_deterministic_algorithms`.
 
 body
-: *standard*: the op is ONNX itself. *written out*: a function of standard ops, which other runtimes run.
+: *standard*: the op is a standard ONNX op. *written out*: a function of standard ops, which other runtimes can run.
 
-gradient
-: *rule*, with the inputs and outputs whose values are saved for backward; *by body*: the body is differentiated in its
-  place; *none*: not differentiable.
+gradient : *rule*, with the inputs and outputs whose values are saved for backward; *by body*: the body is
+differentiated instead;
+  *none*: not differentiable.
 
-stops
-: Inputs that never get a gradient.
+non-differentiable inputs
+: Inputs that never have a gradient.
 
-axes
-: Which output axis comes from which input axis; passes move slices and padding along them. *by node*: it depends on
-  ranks and attributes. *none*: no axis passes through.
+axes : The mapping from input axes to output axes, by which passes move slices and padding through the op. *by node*: it
+depends
+  on ranks and attributes. *none*: no axis is mapped.
 
 effects
-: What a node does besides computing.
+: The side effects of a node.
 
 captured from
 : The ATen operators that become this one.
@@ -160,7 +160,7 @@ captured from
 
 
 def operators_page() -> str:
-    """Return a section per operator, then the operators without a definition and why."""
+    """Return a section per operator, then the operators without a definition, with reasons."""
     parts = [_OPERATORS]
     for domain, definitions in ops_command.selected().items():
         parts.append(f"## {domain or 'ai.onnx'}\n\n{ops_command.DOMAINS.get(domain, '')}\n")
@@ -191,8 +191,8 @@ def _operator(row: ops_command.Row) -> str:
         ("effects", row.effects),
         ("captured from", _aten(row.captured)),
     )
-    said = " · ".join(f"*{name}* {text}" for name, text in facts if text)
-    return f"### {row.name}\n\n`{row.name}{row.signature}`\n\n{said}\n"
+    summary = " · ".join(f"*{name}* {text}" for name, text in facts if text)
+    return f"### {row.name}\n\n`{row.name}{row.signature}`\n\n{summary}\n"
 
 
 def _aten(overloads: Iterable[str]) -> str:
@@ -212,7 +212,7 @@ def _by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
 _COMMAND_LINE = """\
 # Command line
 
-`onnxtrain COMMAND`, or `python -m onnxtrain COMMAND`. `onnxtrain COMMAND --help` prints what this page says.
+`onnxtrain COMMAND`, or `python -m onnxtrain COMMAND`. `onnxtrain COMMAND --help` prints the same text as this page.
 """
 
 
@@ -234,10 +234,10 @@ def command_line_page() -> str:
 _ERRORS = """\
 # Errors
 
-Every error says what went wrong, where, what was expected, what it got, and what to do. All derive from
-{py:class}`onnxtrain.OnnxTrainError`. Those that derive from `ORTModuleFallbackException` make a module
-[run in PyTorch](../how-to/ortmodule.md#what-runs-in-pytorch-instead) where the option
-[fallback_policy](options.md#fallback_policy) says so. `…` stands for what a message names.
+Every error gives the problem, where it occurred, what was expected, what it got, and what to do. All errors derive from
+{py:class}`onnxtrain.OnnxTrainError`. After those that derive from `ORTModuleFallbackException`, a module
+[runs in PyTorch](../how-to/ortmodule.md#what-runs-in-pytorch-instead) if the option
+[fallback_policy](options.md#fallback_policy) covers them. `…` is a placeholder.
 """
 
 
@@ -251,13 +251,13 @@ def errors_page() -> str:
         bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__)
         about = inspect.cleandoc(error.__doc__ or "").split("\n\n")[0]
         parts.append(f"## {name}\n\n{about} Derives from {bases}.\n")
-        if found := sorted({what for what, classes in messages.items() if name in classes}):
-            parts.append("\n".join(f"* {_escaped(what)}" for what in found) + "\n")
+        if texts := sorted({text for text, classes in messages.items() if name in classes}):
+            parts.append("\n".join(f"* {_escaped(text)}" for text in texts) + "\n")
     return "\n".join(parts)
 
 
 def _messages() -> Iterator[tuple[str, set[str]]]:
-    """Yield each message in the package's sources with the error classes that it is given to."""
+    """Yield each message in the package's sources, with the error classes that are raised with it."""
     ours = {name for name, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, OnnxTrainError)}
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
@@ -269,7 +269,7 @@ def _messages() -> Iterator[tuple[str, set[str]]]:
 
 
 def _text(node: ast.expr) -> str:
-    """Return the text of a literal or f-string, with `…` for what is filled in; empty for any other expression."""
+    """Return the text of a literal or f-string, with `…` for placeholders; "" for any other expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -288,7 +288,7 @@ def _escaped(text: str) -> str:
 
 
 def _rows(cells: Mapping[str, str], code: bool = False) -> str:
-    """Return the rows of a table of two columns, the first as code where asked for."""
+    """Return the rows of a table of two columns, the first as code if `code` is set."""
     lines = ((f"`{first}`" if code else first, second) for first, second in cells.items())
     return "".join(f"| {first} | {second} |\n".replace("joined by |", "joined by \\|") for first, second in lines)
 

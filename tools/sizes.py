@@ -1,6 +1,6 @@
-"""Fails where a package file or function is too long, or where work is left to be done later.
+"""Fail if a package file or function is too long, or if code has notes about unfinished work.
 
-`python tools/sizes.py` checks the package, and all Python beside it for leftovers.
+`python tools/sizes.py` checks the sizes of the package, and all Python files for such notes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEFTOVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")  # split, so that this fi
 
 
 def too_long(path: str, source: str) -> Iterator[str]:
-    """Yields a complaint for the file and for each function in it that is over its limit."""
+    """Yield a complaint for the file and for each of its functions that exceeds its limit."""
     lines = len(source.splitlines())
     if lines > MAX_FILE_LINES:
         yield f"{path}:1: the file has {lines} lines, at most {MAX_FILE_LINES} are allowed: make it a folder"
@@ -32,14 +32,14 @@ def too_long(path: str, source: str) -> Iterator[str]:
 
 
 def leftovers(path: str, source: str) -> Iterator[str]:
-    """Yields a complaint for each line that leaves work for later; that belongs in an issue or a refusal's reason."""
+    """Yield a complaint for each note about unfinished work, which belongs in an issue or a refusal."""
     for number, line in enumerate(source.splitlines(), 1):
         if found := LEFTOVER.search(line):
             yield f"{path}:{number}: {found[0]}: make it an issue, or refuse with a reason"
 
 
 def main() -> int:
-    """Prints all complaints and returns the exit status."""
+    """Print all complaints, and return the exit status."""
     complaints: list[str] = []
     for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Copies of the repository, for programs that change it or its environment."""
+"""Copy the repository, for tools that modify it or its environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def copy_working_tree(folder: Path, root: Path = ROOT) -> None:
-    """Copies what git tracks or would track, as it is now, and shares the virtual environment."""
+    """Copy all files that git tracks or would track, with uncommitted changes, and share the virtual environment."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
@@ -29,7 +29,7 @@ def copy_working_tree(folder: Path, root: Path = ROOT) -> None:
 
 
 def copy_commit(commit: str, folder: Path, root: Path = ROOT) -> None:
-    """Copies the files of a commit, and shares the virtual environment."""
+    """Copy the files of a commit, and share the virtual environment."""
     archive = subprocess.run(["git", "archive", "--format=tar", commit], cwd=root, capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")

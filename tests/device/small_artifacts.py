@@ -56,7 +56,7 @@ class Sketch:
 
 
 def write_artifacts(folder: Path, draws: bool = False) -> Path:
-    """Writes the three graphs and the checkpoint, and returns the folder."""
+    """Write the three graphs and the checkpoint, and return the folder."""
     _training(folder / "training_model.onnx", draws)
     _eval(folder / "eval_model.onnx")
     _optimizer(folder / "optimizer_model.onnx")

@@ -1,4 +1,4 @@
-"""Trains artifacts with stock onnxruntime alone: every update is bound onto the memory of what it updates."""
+"""Train artifacts with stock onnxruntime only: every update is bound to the memory of its input."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FACTS = {"trainable": ["w"], "frozen": [], "buffers": []}
 
 
 def finish(g: Sketch, kind: int, path: Path, inputs: list[str], outputs: list[str]) -> None:
-    """Adds the parameter `w` and the sum of its gradient `d_w`."""
+    """Add the parameter `w` and the sum of its gradient `d_w`."""
     g.take("w", [], kind)
     g.take(f"{GRADIENT}.buffer", [], kind)
     g.take("lazy_reset_grad", [1], TensorProto.BOOL)
@@ -195,7 +195,7 @@ def test_shapes_stay(shape: tuple[int, ...]) -> None:
 
 
 def run(script: str, folder: Path) -> list[int]:
-    """Runs a script in a process of its own, and returns the whole numbers that it prints."""
+    """Run a script in a separate process, and return the integers that it prints."""
     lines = """
 import sys
 import numpy as np

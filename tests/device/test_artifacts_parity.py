@@ -35,7 +35,7 @@ def torch_adamw(parameters: list[torch.nn.Parameter], fused: bool = False) -> to
 
 
 def artifacts(name: str, module: torch.nn.Module, batch: Batch, exporter: str, folder: Path, **options: object) -> None:
-    """Writes the artifacts of a model by way of an exporter, "torch" for none."""
+    """Write the artifacts of a model by way of an exporter, "torch" for none."""
     options = {"loss": LossType.CrossEntropyLoss, "optimizer": adamw(), "artifact_directory": folder, **options}
     if exporter == "torch":
         generate_artifacts(module, example_args=batch[:-1], **options)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def train(folder: Path, data: list[Batch]) -> tuple[Stock, list[float]]:
 
 
 def assert_accumulated(run: Stock, module: torch.nn.Module, data: list[Batch]) -> None:
-    """Compares the accumulated gradients with those of eager PyTorch over the same batches."""
+    """Compare the accumulated gradients with those of eager PyTorch over the same batches."""
     double = copy.deepcopy(module).double()
     for x, y in data:
         F.cross_entropy(module(x), y).backward()

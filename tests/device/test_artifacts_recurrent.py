@@ -92,7 +92,7 @@ def test_the_last_step_of_sequences_of_any_length(tmp_path: Path) -> None:
 
 
 def model_file(name: str, weights: dict[str, np.ndarray], **attributes: Any) -> onnx.ModelProto:
-    """Puts x, times `first`, and the lengths of its sequences through the layer."""
+    """Put x, times `first`, and the lengths of its sequences through the layer."""
     inputs = [
         helper.make_tensor_value_info("x", TensorProto.FLOAT, ["s", "b", WIDTH]),
         helper.make_tensor_value_info("lengths", TensorProto.INT32, ["b"]),

@@ -57,7 +57,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def node(script: str, *arguments: object) -> dict:
-    """Runs a script of the example and returns the JSON that it prints last. It gives up where nothing goes on."""
+    """Run a script of the example and return the JSON that it prints last. Time out if there is no progress."""
     command = ["node", str(WEB / "node" / script), *map(str, arguments)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

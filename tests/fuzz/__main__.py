@@ -1,4 +1,4 @@
-"""Random programs in onnxtrain and in eager PyTorch, until something differs.
+"""Run random programs in onnxtrain and in eager PyTorch, and report differences.
 
 python -m tests.fuzz --programs 10000          from seed 0 on
 python -m tests.fuzz --minutes 5 --jobs 2      as many as there is time for
@@ -24,7 +24,7 @@ from tests.fuzz.worker import Case, Judges, processors
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the programs; the number of kinds of findings is the exit status."""
+    """Run the programs; return the number of distinct findings as the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, help="how many; without, as many as there is time for")
     parser.add_argument("--minutes", type=float, help="how long at most")

@@ -1,4 +1,4 @@
-"""The ways in which a program is run: passes off, recompute, whole or by block, captures from the disk, eval."""
+"""Configurations of a program: disabled passes, recompute, whole or by block, captures from disk, eval mode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Configuration:
     regions: bool = False
 
     def simpler(self) -> list[Configuration]:
-        """This one with one thing less, for those that shrink a program."""
+        """Configurations that differ less from the default, for shrinking a program."""
         default = Configuration()
         found = [
             Configuration(**{**vars(self), name: value})

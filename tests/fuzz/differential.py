@@ -1,4 +1,4 @@
-"""Trains a program for two steps in onnxtrain and in eager PyTorch, and judges by the one tolerance."""
+"""Train a program for two steps in onnxtrain and in eager PyTorch, and judge the results by the one tolerance."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Named = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a program.
+    """The result of a program.
 
     Attributes:
         kind: "equal", "refused" (for a documented reason), "discarded" (PyTorch cannot run it), "unstable" (eager's own
@@ -90,7 +90,7 @@ class Verdict:
 
     @property
     def signature(self) -> str:
-        """What stays the same while a program shrinks."""
+        """The part of the result that shrinking a program must preserve."""
         first = self.detail.strip().splitlines()[0] if self.detail.strip() else ""
         if self.kind == "wrong":  # by what is wrong, not by how far
             first = re.sub(r"^call \d+: (gradient|[a-z_ ]+).*", r"\1", first)
@@ -98,7 +98,7 @@ class Verdict:
 
 
 def judge(program: Program, configuration: Configuration) -> Verdict:
-    """Runs a program in eager PyTorch, in float64 and in onnxtrain."""
+    """Run a program in eager PyTorch, in float64 and in onnxtrain."""
     if not program.outputs:
         return Verdict("discarded", "no outputs")
     with warnings.catch_warnings():
@@ -170,7 +170,7 @@ class Sides:
         return self._train(model, model)
 
     def exact(self, noise: int | None = None) -> list[Named]:
-        """In float64; with `noise`, the inputs and parameters are moved by some roundings."""
+        """Run in float64; with `noise`, inputs and parameters are perturbed by some rounding errors."""
         torch.set_default_dtype(torch.float64)
         try:
             model = load(_in_float64(self.program.source(self.blocks)))().double()
@@ -179,13 +179,13 @@ class Sides:
             torch.set_default_dtype(torch.float32)
 
     def moved(self, noise: int) -> list[Named]:
-        """Eager with its inputs, its parameters and the results of its operators moved by some roundings."""
+        """Run eager with its inputs, parameters and operator results perturbed by some rounding errors."""
         model = load(self.program.source(self.blocks))()
         with _Rounding(noise):
             return self._train(model, model, noise=noise)
 
     def ours(self) -> list[Named]:
-        """In onnxtrain, from the cache where that was filled before; a budget that is too small is the smallest one."""
+        """Run in onnxtrain, from the cache if it is filled; a budget that is too small becomes the smallest one."""
         for _ in range(STEPS):
             try:
                 return self._ours()
@@ -252,7 +252,7 @@ class Sides:
         return {f"output {i} in eval mode": _plain(o) for i, o in enumerate(outputs)}
 
     def structure(self, eager: Sequence[Named], exact: Sequence[Named]) -> str:
-        """How float64's results differ in kind from eager's."""
+        """How the structure of float64's results differs from that of eager's."""
         for theirs, right in zip(eager, exact, strict=True):
             if theirs.keys() != right.keys():
                 return "other results"
@@ -263,12 +263,12 @@ class Sides:
         return ""
 
     def draws(self, eager: Sequence[Named]) -> bool:
-        """Whether eager draws random numbers."""
+        """Whether eager samples random numbers."""
         states = [call["random state"] for call in eager if "random state" in call]
         return any(not torch.equal(torch.manual_seed(n).get_state(), state) for n, state in enumerate(states))
 
     def moves(self, eager: Sequence[Named], exact: Sequence[Named], got: Sequence[Named]) -> bool:
-        """Whether eager's own results move as far as ours are off when the inputs move by some roundings."""
+        """Whether eager's results change by as much as our error if inputs are perturbed by some rounding errors."""
         spread: dict[tuple[int, str], float] = {}
         for noise in range(6):
             for make, still in ((self.exact, exact), (self.moved, eager)):
@@ -383,7 +383,7 @@ def _difference(got: Sequence[Named], eager: Sequence[Named], exact: Sequence[Na
 
 
 def _wrong(got: Named, eager: Named, exact: Named) -> dict[str, str]:
-    """The results that the tolerance does not let pass, by name."""
+    """The results that are out of tolerance, by name."""
     if got.keys() != eager.keys():
         return {"": f"results {sorted(got.keys() ^ eager.keys())} on one side only"}
     found = {}
@@ -417,7 +417,7 @@ def _short(value: Any) -> str:
 
 
 def load(source: str) -> type[torch.nn.Module]:
-    """The class `Program` of a source, which tracebacks can show."""
+    """Load the class `Program` from a source that tracebacks can show."""
     name = f"<program {hash(source)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     scope: dict[str, Any] = {"__name__": "fuzzed_program"}
@@ -467,7 +467,7 @@ def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _updated(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters after a step along their gradients, a short one."""
+    """The parameters after a short step along their gradients."""
     found = _parameters(model)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Draws random programs: modules of a few statements over earlier values, each statement tried in PyTorch when drawn.
+"""Sample random programs: modules of a few statements over earlier values, each statement tried in PyTorch when drawn.
 
 The same seed draws the same program, in one version of PyTorch.
 """
@@ -89,7 +89,7 @@ _KINDS = {"f": lambda d: d.is_floating_point, "i": lambda d: d == torch.int64, "
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that a program starts from.
+    """An input, parameter or buffer of a program.
 
     Attributes:
         name: as the program writes it.
@@ -127,13 +127,13 @@ class Statement:
 
     @property
     def names(self) -> frozenset[str]:
-        """All variables and attributes of the module that it mentions."""
+        """All variables and attributes of the module that it uses."""
         return frozenset(re.findall(r"self\.[pbm]\d+|\b[xv]\d+\b", self.text))
 
 
 @dataclass(frozen=True)
 class Program:
-    """A random module, with what it is called with.
+    """A random module and its inputs.
 
     Attributes:
         seed: what it was drawn from.
@@ -157,11 +157,11 @@ class Program:
 
     @property
     def batches(self) -> int:
-        """How many sets of sizes it is called with."""
+        """The number of sets of sizes that it is called with."""
         return max((len(t.shapes) for t in self.inputs), default=1)
 
     def source(self, blocks: bool = False) -> str:
-        """The module as Python text; with `blocks`, two of it in a list of blocks."""
+        """The module as Python text; with `blocks`, a list of two such modules."""
         body = "\n".join(line for s in self.statements for line in s.text.split("\n"))
         made = [
             *(f"self.{t.name[5:]} = nn.Parameter({t.written(t.number, t.shapes[0])})" for t in self.parameters),
@@ -214,7 +214,7 @@ class Program(nn.Module):
 
 
 class Refused(Exception):  # noqa: N818  not an error: the next template is tried
-    """A template does not apply to what was drawn."""
+    """A template does not apply to the sampled operands."""
 
 
 @dataclass
@@ -240,7 +240,7 @@ class Operand:
 
 
 class Draw:
-    """The namespace of placeholders: draws operands, numbers, parameters and submodules."""
+    """The namespace of placeholders: samples operands, numbers, parameters and submodules."""
 
     def __init__(self, maker: Maker) -> None:
         self._maker = maker
@@ -250,7 +250,7 @@ class Draw:
         return self._maker.operand(wanted)
 
     def filled(self, x: Operand) -> Operand:
-        """x, which has elements in both calls."""
+        """Return x if it is not empty in either call; else the template does not apply."""
         if not all(t.numel() for t in x.tensors):
             raise Refused
         return x
@@ -312,7 +312,7 @@ class Draw:
         return self._maker.buffer((), "torch.tensor(2)")
 
     def indices(self, x: Operand, axis: builtins.int | None, exact: bool = False) -> str:
-        """A vector of places along an axis of x; `exact`: as many as there are."""
+        """A vector of indices along an axis of x; with `exact`, as many as the axis has."""
         if axis is not None and (x.ndim == 0 or not -x.ndim <= axis < x.ndim):
             raise Refused
         sizes = [t.numel() if axis is None else t.shape[axis] for t in x.tensors]
@@ -324,7 +324,7 @@ class Draw:
         return str(self._maker.buffer((count,), f"integers(seed, {min(sizes)}, *shape)"))
 
     def index(self, x: Operand, axis: builtins.int) -> str:
-        """A tensor of places along an axis of x, of x's shape."""
+        """A tensor of indices along an axis of x, with x's shape."""
         if not all(x.is_static(d) for d in range(x.ndim)):
             return f"{x}.argsort({axis})"
         if x.shape[axis] == 0:
@@ -371,7 +371,7 @@ class Maker:
         self._inputs()
 
     def make(self) -> Program:
-        """The program; with no outputs where none could be drawn."""
+        """Make the program; it has no outputs if none could be sampled."""
         wanted, tries = self.rng.randint(2, 12), 0
         groups = list(OPERATORS)
         weights = [OPERATORS[g][0] for g in groups]
@@ -418,7 +418,7 @@ class Maker:
         return self.rng.choice(found)
 
     def parameter(self, shape: Sequence[int]) -> Operand:
-        """A new parameter, in rare cases one that is there."""
+        """A new parameter, or rarely an existing one."""
         shape = tuple(shape)
         there = [t for t in self.program.parameters if t.shapes[0] == shape]
         if there and self.rng.random() < 0.3:
@@ -530,7 +530,7 @@ class Maker:
         return Statement(text, names), results
 
     def _check(self, *rows: dict[str, Any]) -> None:
-        """Refuses results too many, or too large to be compared."""
+        """Reject a statement with too many results, or with results too large to be compared."""
         for tensor in (t for row in rows for t in row.values() if isinstance(t, torch.Tensor)):
             if tensor.numel() > _MOST_ELEMENTS or tensor.ndim > 5 or tensor.dtype == torch.complex128:
                 raise Refused
@@ -540,7 +540,7 @@ class Maker:
                     raise Refused
 
     def _run(self, text: str, target: str | None) -> list[Any]:
-        """The results for each batch. A tensor that the text changes in place and then fails is lost with it."""
+        """The results for each batch. If the text mutates a tensor and then fails, the tensor is dropped too."""
         found = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -611,7 +611,7 @@ def _broadcast(a: Operand, b: Operand) -> bool:
 
 
 def _as_lines(text: str) -> str:
-    """The statements of a template on lines of their own; one that follows `for …:` or `with …:` inside of it."""
+    """The statements of a template on separate lines; those after `for …:` or `with …:` are indented."""
     return text.replace("; ", "\n")
 
 

@@ -1,4 +1,4 @@
-"""Shrinks a program that fails: deletes statements, makes results inputs, simplifies sizes and the configuration."""
+"""Shrink a failing program: delete statements, replace results by inputs, simplify sizes and the configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Judge = Callable[[Case], Case]
 
 
 def reduced(case: Case, judge: Judge, seconds: float) -> Case:
-    """The smallest case found in that time with the same signature."""
+    """The smallest case with the same signature that is found within the time."""
     deadline = time.monotonic() + seconds
     smaller = True
     while smaller:
@@ -32,7 +32,7 @@ def reduced(case: Case, judge: Judge, seconds: float) -> Case:
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """Cases with one thing less, those that lose most first."""
+    """Simpler cases, those with the largest reduction first."""
     program, configuration = case.program, case.configuration
     for simpler in configuration.simpler():
         yield replace(case, configuration=simpler)
@@ -58,7 +58,7 @@ def _fewer_outputs(program: Program) -> Iterator[Program]:
 
 
 def _without_unread(program: Program) -> Program:
-    """Without statements, inputs, parameters and others that no output needs; changes in place stay."""
+    """The program without statements, inputs and parameters that no output needs; mutations are kept."""
     needed = set(program.outputs)
     statements: list[Statement] = []
     for statement in reversed(program.statements):
@@ -92,7 +92,7 @@ def _fewer_statements(program: Program) -> Iterator[Program]:
 
 
 def _as_inputs(program: Program, statement: Statement) -> Iterator[Program]:
-    """The results of a statement are inputs instead."""
+    """Replace the results of a statement by inputs."""
     inputs = list(program.inputs)
     for target in statement.targets:
         shapes, dtype = program.types[target]

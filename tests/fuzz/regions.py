@@ -1,4 +1,4 @@
-"""Fused regions without a compiler: each runs its own nodes, so that fusing and calling them is tried out."""
+"""Fused regions without a compiler: each runs its own nodes, to test how regions are built and called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.execute.region_cases import fused_programs, nodes_as_kernel, wait_for
 
 @contextmanager
 def made_up_compiler() -> Iterator[Callable[[], None]]:
-    """Fuse all regions after one call, however small; gives a function that waits until they are there."""
+    """Fuse all regions of any size after one call; yield a function that waits until they are ready."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         programs = fused_programs(patch)
         patch.setattr(fused, "_CALLS", 1)

@@ -1,4 +1,4 @@
-"""Runs the program of a seed again and shows it: forward, options, and each result on all sides with its bound."""
+"""Run the program of a seed again and show it: forward, options, and each result on all sides with its bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a case as a script that stands alone: it needs PyTorch and onnxtrain only, and prints what differs."""
+"""Write a case as a standalone script that needs only PyTorch and onnxtrain, and prints the differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small share of the random programs: the same on every machine. `make fuzz` runs as many as there is time for."""
+"""A small number of random programs, the same on every machine. `make fuzz` runs as many as time permits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.fuzz.worker import Case, case_of, judged
 from tests.torch_version import needs_torch
 
 
-def test_a_seed_is_a_program() -> None:
+def test_a_seed_determines_the_program() -> None:
     assert draw(11).source() == draw(11).source()
     assert draw(11).source() != draw(12).source()
     assert case_of(3).configuration == case_of(3).configuration
 
 
-def test_most_operators_can_be_drawn() -> None:
-    """The templates are right Python for the operands that they ask for: most of a group occur in a few programs."""
+def test_most_operators_can_be_sampled() -> None:
+    """The templates are valid Python for their operands: most of each group occur in a few programs."""
     text = "\n".join(draw(seed).source() for seed in range(120))
     for group, (_, templates) in OPERATORS.items():
         names = {t.partition("(")[0] for t in templates if t.startswith(("torch.", "F."))}
@@ -40,7 +40,7 @@ def program(*statements: str, outputs: tuple[str, ...] = ("v1",)) -> Program:
     return Program(0, (Tensor("x0", ((3, 4),), trained=True),), statements=found, outputs=outputs, types=types)
 
 
-def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = differential.Sides.ours
 
     def off_by_a_thousandth(self: Any) -> Any:
@@ -54,14 +54,14 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_float64_has_eagers_inputs() -> None:
-    """PyTorch draws 16 elements and more otherwise in float64, and the bound would be as large as the results."""
+    """From 16 elements on, PyTorch samples other values in float64; the bound would be as large as the results."""
     wide = replace(program("v0 = x0 * 2", "v1 = v0 + 1"), inputs=(Tensor("x0", ((9, 7),), trained=True),))
     sides = differential.Sides(wide, Configuration())
     eager, exact = sides.eager(), sides.exact()
     torch.testing.assert_close(exact[0]["output 0"].float(), eager[0]["output 0"])
 
 
-def test_rounding_moves_each_result_by_one_rounding_and_no_view() -> None:
+def test_rounding_perturbs_each_result_by_one_rounding_error_and_no_view() -> None:
     x = torch.randn(50)
     with differential._Rounding(1):
         y, view = x * 2, x[1:]
@@ -70,7 +70,7 @@ def test_rounding_moves_each_result_by_one_rounding_and_no_view() -> None:
     assert 0.25 < off.min() < off.max() < 2
 
 
-def test_an_error_is_no_rounding() -> None:
+def test_a_wrong_result_is_not_attributed_to_rounding() -> None:
     sides = differential.Sides(program("v0 = x0 * 2", "v1 = v0.tanh()"), Configuration())
     eager, exact = sides.eager(), sides.exact()
     for far, moves in ((1e-7, True), (1e-4, False)):
@@ -108,7 +108,7 @@ def test_a_program_that_eager_refuses_does_not_count() -> None:
     assert judge(program("v0 = x0 @ x0", "v1 = v0 * 2"), Configuration()).kind == "discarded"
 
 
-def test_a_script_stands_alone() -> None:
+def test_a_script_is_standalone() -> None:
     text = script(Case(program("v0 = x0 * 2", "v1 = v0.tanh()"), Configuration({"recompute": "none"})))
     assert "tests." not in text
     load(text)
@@ -120,7 +120,7 @@ def test_a_script_stands_alone() -> None:
 @needs_torch(2, 13, "has shape rules that refuse what eager takes: scatter_reduce of no axes")
 @pytest.mark.parametrize("seed", range(60))
 def test_random_programs_train_as_in_eager(seed: int) -> None:
-    """A test for each, so that all processes share them; `make fuzz ARGS="--programs 1 --seed 7"` shrinks that of 7."""
+    """One test per seed, so that all processes share them; `make fuzz ARGS="--programs 1 --seed 7"` shrinks seed 7."""
     case = judged(seed)
     assert not case.verdict.is_finding, f"{case.verdict.detail}\n{script(case)}"
 

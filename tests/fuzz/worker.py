@@ -1,4 +1,4 @@
-"""Processes that judge programs, so that one that hangs or crashes is a finding and ends nothing else."""
+"""Judge programs in separate processes, so that a hang or crash is a finding and does not stop the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PROGRAMS_A_PROCESS = 300  # caches of PyTorch's export grow
 
 @dataclass(frozen=True)
 class Case:
-    """A program, how it is run, and what came of it."""
+    """A program, its configuration, and its verdict."""
 
     program: Program
     configuration: Configuration
@@ -54,7 +54,7 @@ def _serve(connection: Connection) -> None:
 
 
 class Judges:
-    """A number of processes that judge.
+    """A pool of processes that judge programs.
 
     Args:
         jobs: how many.
@@ -90,13 +90,13 @@ class Judges:
         return next(self.all([case]))
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for judge_ in self._judges:
             judge_.end()
 
 
 class _Judge:
-    """One process, replaced where it hangs, crashes or grows old."""
+    """One process, which is replaced if it hangs, crashes or has run many programs."""
 
     def __init__(self) -> None:
         self._start()
@@ -111,7 +111,7 @@ class _Judge:
         self._since = 0.0
 
     def begin(self, case: Case | int) -> None:
-        """Sends a case."""
+        """Send a case to the process."""
         if self._done >= _PROGRAMS_A_PROCESS:
             self.end()
             self._start()
@@ -120,7 +120,7 @@ class _Judge:
         self.connection.send(case)
 
     def result(self, ready: bool, limit_s: float) -> Case | None:
-        """The case with its verdict, where there is one."""
+        """The case with its verdict; None if there is none yet."""
         if ready:
             try:
                 found: Case = self.connection.recv()
@@ -140,12 +140,12 @@ class _Judge:
         return replace(case_of(case) if isinstance(case, int) else case, verdict=verdict)
 
     def end(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._process.kill()
         self._process.join()
         self.connection.close()
 
 
 def processors() -> int:
-    """How many processors this process may use."""
+    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -54,7 +54,7 @@ def data(rows: int = 5, *, grad: bool = False) -> torch.Tensor:
 
 
 def both(pair: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) -> None:
-    """Runs the same on both modules and compares results and all gradients."""
+    """Run the same on both modules and compare results and all gradients."""
     ours, eager = pair
     got, expected = run(ours), run(eager)
     torch.testing.assert_close(got, expected)

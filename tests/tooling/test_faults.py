@@ -113,7 +113,7 @@ def test_another_commit(repository: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         (entry("minus", "a * b", "a - b", "test_package.py"), "`find` occurs 0 times in package.py, expected once"),
         (entry("minus", "a", "b", "test_package.py"), "`find` occurs"),
-        (entry("minus", "a + b", "a -", "test_package.py"), "`replace` is no Python in package.py, line 2"),
+        (entry("minus", "a + b", "a -", "test_package.py"), "`replace` is invalid Python in package.py, line 2"),
         (entry("minus", "a + b", "a - b", "test_package.py", file="moved.py"), "moved.py does not exist"),
         (entry("minus", "a + b", "a - b", "test_gone.py"), "tests/test_gone.py does not exist"),
         (entry("minus", "a + b", "a - b", "test_package.py::test_gone[1]"), "has no test test_gone"),

@@ -1,4 +1,4 @@
-"""Compares a wrapped model with eager PyTorch.
+"""Compare a wrapped model with eager PyTorch.
 
 Loss, gradients, outputs and their structure, buffers, the random stream, parameters after steps of an optimizer.
 """
@@ -32,19 +32,19 @@ SEED = 77
 
 
 def ours(module: torch.nn.Module) -> torch.nn.Module:
-    """The subject of the zoo."""
+    """Wrap a model as tested by the zoo."""
     return ORTModule(module, rng="torch")
 
 
 def count_captures(wrapped: torch.nn.Module) -> int:
-    """How often an ORTModule has captured its module."""
+    """The number of captures of an ORTModule."""
     count: int = engine_of(wrapped).captures
     return count
 
 
 @dataclass
 class Result:
-    """All that can be seen of one call of a model and the backward after it."""
+    """The observable results of one call of a model and its backward."""
 
     output: Any
     loss: torch.Tensor | None
@@ -54,7 +54,7 @@ class Result:
 
 
 class Side:
-    """One of the sides compared: a model, how it is run and in which dtype."""
+    """One side of a comparison: a model, the way it is run, and the dtype."""
 
     def __init__(self, entry: ZooModel, dtype: torch.dtype, wrap: Wrap | None, autocast: bool = False) -> None:
         self.entry, self.dtype, self.autocast = entry, dtype, autocast
@@ -62,19 +62,19 @@ class Side:
         self.run = self.module if wrap is None else wrap(self.module)
 
     def call(self, batch: int, length: int) -> tuple[Call, Any]:
-        """Runs forward as the test's grad mode says."""
+        """Run forward in the grad mode of the test."""
         call = self.entry.arguments(batch, length).to(self.dtype)
         torch.manual_seed(SEED + batch)
         with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
             return call, self.run(*call.args, **call.kwargs)
 
     def forward(self, batch: int, length: int) -> Result:
-        """A call without backward."""
+        """Run a call without backward."""
         _, output = self.call(batch, length)
         return Result(output, None, {}, self._buffers(), [torch.get_rng_state()])
 
     def train(self, batch: int, length: int) -> Result:
-        """A call and its backward."""
+        """Run a call and its backward."""
         self.module.zero_grad(set_to_none=True)
         call, output = self.call(batch, length)
         states = [torch.get_rng_state()]
@@ -104,7 +104,7 @@ class Side:
 
 
 class Comparison:
-    """Three sides in step: ours and eager in the dtype under test, and eager in float64."""
+    """Three sides: ours and eager in the dtype under test, and eager in float64."""
 
     def __init__(
         self, entry: ZooModel, dtype: torch.dtype = torch.float32, wrap: Wrap = ours, autocast: bool = False
@@ -118,7 +118,7 @@ class Comparison:
         return self.got, self.eager, self.exact
 
     def train(self, batch: int, length: int) -> None:
-        """Compares a call and its backward."""
+        """Compare a call and its backward."""
         results = [side.train(batch, length) for side in self.sides()]
         self._compare(f"{self.entry} ({batch}, {length})", *results)
         compare_named(
@@ -128,7 +128,7 @@ class Comparison:
         )
 
     def train_narrow(self, *sizes: tuple[int, int]) -> None:
-        """Compares calls at all these sizes under autocast; chance may decide on a gradient at one of them.
+        """Compare calls at all these sizes under autocast; chance may decide on a gradient at one of them.
 
         For ResNet where oneDNN has no convolutions in bfloat16: eager may be right by luck in the few elements of a
         bias. It fails at 6 of 75 sizes, by up to 1.39 times what is allowed, and eager in channels-last order at 5.
@@ -145,20 +145,20 @@ class Comparison:
         compare_together(f"{self.entry} gradient", [[result.gradients for result in results] for results in found])
 
     def forward(self, batch: int, length: int) -> None:
-        """Compares a call without backward."""
+        """Compare a call without backward."""
         self._compare(f"{self.entry} ({batch}, {length})", *(side.forward(batch, length) for side in self.sides()))
 
     def train_steps(self, make: Optimizer, count: int = 2) -> None:
-        """Compares the parameters after some steps of an optimizer."""
+        """Compare the parameters after some steps of an optimizer."""
         compare_named(f"{self.entry} parameter", *(side.train_steps(make, count) for side in self.sides()))
 
     def change(self, edit: Callable[[torch.nn.Module], Any]) -> None:
-        """Edits the model of each side, ours through its wrapper."""
+        """Edit the model of each side, ours through its wrapper."""
         for side in self.sides():
             edit(side.run)
 
     def _compare(self, where: str, got: Result, eager: Result, exact: Result) -> None:
-        """Compares all but the gradients."""
+        """Compare all but the gradients."""
         compare_outputs(f"{where} output", got.output, eager.output, exact.output)
         if eager.loss is not None and got.loss is not None and exact.loss is not None:
             assert_no_worse_than_eager(f"{where} loss", got.loss, eager.loss, exact.loss)
@@ -170,7 +170,7 @@ class Comparison:
 def compare_named(
     where: str, got: Named, eager: Named, exact: Named, samples: Callable[[], Iterable[Named]] = tuple
 ) -> None:
-    """Compares tensors by name; rounding is judged by the largest element of all.
+    """Compare tensors by name; rounding is judged by the largest element of all.
 
     `samples` gives more of eager's, with perturbed parameters, for tensors that are rounding noise.
     """
@@ -190,7 +190,7 @@ def compare_named(
 
 
 def compare_together(where: str, calls: Sequence[Sequence[Named]], chance: float = 1.5) -> None:
-    """Compares tensors by name: each call but one within the tolerance, and that one within `chance` times as much.
+    """Compare tensors by name: each call but one within the tolerance, and that one within `chance` times as much.
 
     `calls` holds ours, eager's and those in float64 of each call.
     """
@@ -203,7 +203,7 @@ def compare_together(where: str, calls: Sequence[Sequence[Named]], chance: float
 
 
 def over(name: str, got: Named, eager: Named, exact: Named) -> float:
-    """How many times as far off as the tolerance allows a tensor is."""
+    """The error of a tensor as a multiple of the tolerance."""
     ours_, theirs, reference = got[name], eager[name], exact[name]
     if ours_ is None or theirs is None or reference is None:
         assert ours_ is theirs, f"{name}: one of them is None"
@@ -220,7 +220,7 @@ def largest_of(tensors: Named) -> float:
 
 
 def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The structure of an output: every container's type and every leaf, with the way to it."""
+    """The structure of an output: the type of every container and every leaf, with their paths."""
     if isinstance(output, Mapping):
         yield path, type(output)
         for key, value in output.items():
@@ -238,7 +238,7 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def compare_outputs(where: str, got: Any, eager: Any, exact: Any) -> None:
-    """Compares two outputs: structure, constants, and tensors with what PyTorch says of them."""
+    """Compare two outputs: structure, constants, tensors and their properties."""
     found, expected, references = (dict(leaves(o)) for o in (got, eager, exact))
     assert list(found) == list(expected), f"{where}: {list(found)}, eager has {list(expected)}"
     for path, value in expected.items():
@@ -279,20 +279,20 @@ def compared(
 
 
 def fallbacks(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    """The texts of those warnings that say that a module runs in PyTorch."""
+    """The texts of the warnings that a module runs in PyTorch."""
     texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
     return [text for text in texts if "runs in PyTorch" in text]
 
 
 def wrong(module: torch.nn.Module, factor: float = 1.01) -> torch.nn.Module:
-    """A stand-in for ORTModule whose first gradient is wrong by a factor."""
+    """Replace ORTModule by a wrapper whose first gradient is wrong by a factor."""
     first = next(module.parameters())
     first.register_hook(lambda gradient: gradient * factor)
     return module
 
 
 def keeps_its_parameters(module: torch.nn.Module) -> torch.nn.Module:
-    """A stand-in for ORTModule that computes with copies of the parameters as they were."""
+    """Replace ORTModule by a wrapper that computes with old copies of the parameters."""
     first = {name: p.detach().clone() for name, p in module.named_parameters()}
 
     def restore(*_: Any) -> None:

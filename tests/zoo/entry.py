@@ -1,4 +1,4 @@
-"""What the zoo says about one model: how to make it, how to call it, and what of it is fixed."""
+"""An entry of the zoo: how to make a model, how to call it, and which of its sizes are static."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Call:
 
 
 class Draw:
-    """Draws inputs from a generator of its own, so that the stream under test starts where the seed says."""
+    """Sample inputs from a separate generator, so that the generator under test starts at the seed."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -56,13 +56,13 @@ def ragged_mask(batch: int, length: int) -> torch.Tensor:
 
 
 def own_loss(output: Any) -> torch.Tensor:
-    """The loss that the model itself computes."""
+    """The loss computed by the model itself."""
     loss: torch.Tensor = output.loss if hasattr(output, "loss") else output["loss"]
     return loss
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """bfloat16 as float32; wider types as they are."""
+    """Convert bfloat16 to float32; leave wider dtypes unchanged."""
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
