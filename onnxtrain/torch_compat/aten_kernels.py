@@ -507,5 +507,5 @@ onednn_has_bfloat16 = Internal[Callable[[], bool]](
     why="whether eager takes oneDNN's LSTM for bfloat16",
     without=lambda: False,
     cost="LSTMs in bfloat16 run step by step",
-    agrees=lambda found: found() in (True, False),
+    check=lambda found: found() in (True, False),
 ).get()

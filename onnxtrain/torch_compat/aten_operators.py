@@ -18,7 +18,13 @@ class _AbsentPacket:
 
 def _packet(name: str) -> Any:
     why = "torch.export traces calls of it"
-    return required(f"aten::{name}", lambda: getattr(torch.ops.aten, name), why, without=_AbsentPacket())
+    return required(
+        f"aten::{name}",
+        lambda: getattr(torch.ops.aten, name),
+        why,
+        check=lambda found: "default" in found.overloads(),
+        without=_AbsentPacket(),
+    )
 
 
 CONJ = _packet("_conj")

@@ -51,30 +51,24 @@ def _views_of_leaves(message: bytes, tensors: Sequence[torch.Tensor]) -> Sequenc
         return [t.detach().requires_grad_().view_as(t) for t in tensors]
 
 
-def _find_raising_views() -> Callable[[bytes, Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-    if not hasattr(torch._C._functions, "DelayedError"):
-        raise AttributeError("torch._C._functions has no DelayedError")
-    return _raising_views
+def _gives_an_inner_node(found: Callable[[bytes, Sequence[torch.Tensor]], Sequence[torch.Tensor]]) -> bool:
+    (view,) = found(b"", [torch.ones(1)])
+    return view.requires_grad and view.grad_fn is not None
 
 
 raising_views = Internal[Callable[[bytes, Sequence[torch.Tensor]], Sequence[torch.Tensor]]](
     "raising_views",
-    _find_raising_views,
+    lambda: _raising_views,
     why="inputs for custom functions that require a gradient, may be changed, and let no backward past the function",
     without=_views_of_leaves,
     cost="a fault of onnxtrain that lets autograd past a custom function is not noticed",
+    check=_gives_an_inner_node,
 ).get()
-
-
-def _find_backward_class() -> Callable[[Any], Any]:
-    if not hasattr(torch.autograd.Function, "_backward_cls"):
-        raise AttributeError("torch.autograd.Function has no _backward_cls")
-    return attrgetter("_backward_cls")
 
 
 backward_class = Internal[Callable[[Any], Any]](
     "backward_class",
-    _find_backward_class,
+    lambda: attrgetter("_backward_cls"),
     why="the class of the contexts and grad_fn of a custom function",
     without=missing("backward_class"),
     cost="modules with custom autograd functions run in PyTorch",
@@ -91,17 +85,13 @@ def _call_directly(
     function._backward_cls.apply_boxed = boxed_backward
 
 
-def _find_direct_calls() -> Callable[[Any, Callable[..., Any], Callable[[Any, list[Any]], Any]], None]:
-    _find_backward_class()
-    return _call_directly
-
-
 call_backward_directly = Internal[Callable[[Any, Callable[..., Any], Callable[[Any, list[Any]], Any]], None]](
     "call_backward_directly",
-    _find_direct_calls,
+    lambda: _call_directly,
     why="autograd calls a Python function that looks for the function's backward, and for vjp and boxed gradients",
     without=lambda function, backward, boxed_backward: None,
     cost="a backward takes about 4 us longer, and cotangents live until it ends",
+    check=lambda found: callable(backward_class(torch.autograd.Function).apply),
 ).get()
 
 
@@ -109,18 +99,13 @@ def _materializes_always(node: Any) -> bool:
     return True  # PyTorch's default
 
 
-def _find_non_differentiable() -> Callable[[Any], bool]:
-    if not hasattr(torch._C._FunctionBase, "_materialize_non_diff_grads"):
-        raise AttributeError("torch._C._FunctionBase has no _materialize_non_diff_grads")
-    return attrgetter("_materialize_non_diff_grads")
-
-
 materializes_non_differentiable = Internal[Callable[[Any], bool]](
     "materializes_non_differentiable",
-    _find_non_differentiable,
+    lambda: attrgetter("_materialize_non_diff_grads"),
     why="whether a custom function gets zeros for the cotangents of outputs that are not differentiable",
     without=_materializes_always,
     cost="custom functions that set it get zeros instead of None",
+    check=lambda found: found(torch._C._FunctionBase()) is True,
 ).get()
 set_materialize_grads = Internal[Callable[[Any, bool], None]](
     "set_materialize_grads",
@@ -135,4 +120,5 @@ SingleLevelFunction: Any = required(
     "single_level_function",
     lambda: importlib.import_module("torch.autograd.function")._SingleLevelFunction,
     "the class of PyTorch behind torch.autograd.Function, whose `apply` a capture replaces",
+    check=lambda found: issubclass(torch.autograd.Function, found),
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.export.exported_program import ExportedProgram
 
-from onnxtrain.torch_compat.internal import Internal, required
+from onnxtrain.torch_compat.internal import Internal, can_be_entered, required
 
 auto_functionalized: Any = Internal[Any](
     "auto_functionalized",
@@ -19,6 +19,7 @@ auto_functionalized: Any = Internal[Any](
     why="functionalization wraps custom operators that write to their arguments in it",
     without=None,
     cost="modules that call such operators run in PyTorch",
+    check=lambda found: found.name() == "auto_functionalized",
 ).get()
 
 
@@ -29,6 +30,7 @@ decomposition_table: dict[Any, Callable[..., Any]] = Internal[Any](
     without={},
     cost="functionalization uses PyTorch's reference functions; modules with the losses whose functions fail run in "
     "PyTorch",
+    check=lambda found: callable(found[torch.ops.aten.addcmul.default]),
 ).get()
 
 
@@ -53,6 +55,7 @@ all_composites, is_preservable_composite, decomposition_of_composite = Internal[
     why="lists composite operators with their decompositions, those of other libraries too",
     without=(tuple, lambda operator: False, lambda operator: operator.decompose),
     cost="modules that call composite operators without a definition run in PyTorch",
+    check=lambda found: not found[1](torch.ops.aten.add.Tensor) and callable(found[2](torch.ops.aten.matmul.default)),
 ).get()
 
 
@@ -60,6 +63,7 @@ enable_python_dispatcher: Any = required(
     "enable_python_dispatcher",
     lambda: importlib.import_module("torch._dispatch.python").enable_python_dispatcher,
     "decomposes composite operators on fake tensors",
+    check=can_be_entered,
 )
 
 
@@ -74,6 +78,7 @@ _WITH_EFFECTS, _REMOVE_EFFECT_TOKENS = Internal[Any](
     why="functionalization orders operators that check or print by tokens; a graph runs in order without them",
     without=(None, None),
     cost="modules that call such operators run in PyTorch",
+    check=lambda found: found[0].name() == "with_effects" and callable(found[1]),
 ).get()
 
 
@@ -91,11 +96,13 @@ def without_effect_tokens(program: ExportedProgram) -> ExportedProgram:
 
 def _find_kernels() -> tuple[Any, Callable[[Any], Callable[..., Any]], Callable[[Any], None]]:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    linear = torch.ops.aten.linear.default
-    assert callable(linear._op_dk)
-    assert hasattr(linear, "py_kernels")
-    linear._dispatch_cache.clear()
     return key, lambda op: op.py_kernels.get(key) or partial(op._op_dk, key), lambda op: op._dispatch_cache.clear()
+
+
+def _finds_kernels(found: tuple[Any, Callable[[Any], Callable[..., Any]], Callable[[Any], None]]) -> bool:
+    linear = torch.ops.aten.linear.default
+    found[2](linear)
+    return callable(found[1](linear))
 
 
 _KERNELS = Internal[Any](
@@ -104,6 +111,7 @@ _KERNELS = Internal[Any](
     why="gives the results of attention, linear and recurrent layers on fake tensors without running their parts",
     without=None,
     cost="a capture takes up to twice as long, and recurrent layers fix the number of steps",
+    check=_finds_kernels,
 )
 
 

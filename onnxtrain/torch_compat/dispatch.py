@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import BaseTorchFunctionMode
 
 from onnxtrain.torch_compat.internal import Internal
 
@@ -52,6 +53,16 @@ count_function_modes = Internal[Callable[[], int]](
 ).get()
 
 
+def _returns_a_pushed_mode(_: object) -> bool:
+    push, pop, mode = (
+        torch._C._push_on_torch_function_stack,
+        torch._C._pop_torch_function_stack,
+        BaseTorchFunctionMode(),
+    )
+    push(mode)
+    return pop() is mode
+
+
 def _no_mode() -> Any:
     raise AssertionError("there are no modes")  # count_function_modes says so
 
@@ -62,6 +73,7 @@ pop_function_mode = Internal[Callable[[], Any]](
     why="see count_function_modes",
     without=_no_mode,
     cost="see count_function_modes",
+    check=_returns_a_pushed_mode,
 ).get()
 
 push_function_mode = Internal[Callable[[Any], None]](
@@ -70,6 +82,7 @@ push_function_mode = Internal[Callable[[Any], None]](
     why="see count_function_modes",
     without=lambda mode: None,
     cost="see count_function_modes",
+    check=_returns_a_pushed_mode,
 ).get()
 
 
@@ -156,10 +169,17 @@ has_fake = Internal[Callable[[str], bool]](
     check=lambda found: not found("aten::add.Tensor"),
 ).get()
 
+
+def _is_not_recorded(found: Callable[[], AbstractContextManager[Any]]) -> bool:
+    with found():
+        return not torch.ones(1, requires_grad=True).neg().requires_grad
+
+
 below_autograd = Internal[Callable[[], AbstractContextManager[Any]]](
     "below_autograd",
     lambda: torch._C._AutoDispatchBelowAutograd,
     why="oneDNN's LSTM asks the grad mode what to keep, and is not to be recorded by autograd",
     without=nullcontext,
     cost="the LSTM's own tape is made and dropped",
+    check=_is_not_recorded,
 ).get()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onnxtrain.torch_compat.internal import AbsentError, Internal, required
+from onnxtrain.torch_compat.internal import Absent, AbsentError, Internal, can_be_entered, required, takes
+from onnxtrain.torch_compat.modes import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 else:
     _why = "torch.export traces with fake tensors"
 
-    def _class(name, without=None):
+    def _class(name, parent, without=Absent):
         find = lambda: getattr(importlib.import_module("torch._subclasses.fake_tensor"), name)
-        return required(name, find, _why) if without is None else required(name, find, _why, without)
+        return required(name, find, _why, lambda found: issubclass(found, parent), without)
 
-    FakeTensor, FakeTensorMode = _class("FakeTensor"), _class("FakeTensorMode")
-    DataDependentOutputException = _class("DataDependentOutputException", AbsentError)
-    DynamicOutputShapeException = _class("DynamicOutputShapeException", AbsentError)
-    UnsupportedOperatorException = _class("UnsupportedOperatorException", AbsentError)
+    FakeTensor, FakeTensorMode = _class("FakeTensor", torch.Tensor), _class("FakeTensorMode", TorchDispatchMode)
+    DataDependentOutputException = _class("DataDependentOutputException", Exception, AbsentError)
+    DynamicOutputShapeException = _class("DynamicOutputShapeException", Exception, AbsentError)
+    UnsupportedOperatorException = _class("UnsupportedOperatorException", Exception, AbsentError)
 
 
 def _from_module(name: str) -> Callable[[], Any]:
@@ -39,19 +40,25 @@ inside_kernel: Callable[[FakeTensorMode], AbstractContextManager[Any]] = require
     "inside_kernel",
     _from_module("in_kernel_invocation_manager"),
     "makes a fake tensor of a meta tensor, as PyTorch does",
+    check=lambda found: takes(found, "fake_mode"),
 )
 without_fakes: Callable[[], AbstractContextManager[Any]] = required(
     "without_fakes",
     _from_module("unset_fake_temporarily"),
     "functions that read elements run on real tensors",
+    check=can_be_entered,
 )
 fake_mode_of: Callable[[Sequence[torch.Tensor]], Any] = required(
-    "fake_mode_of", lambda: importlib.import_module("torch._guards").detect_fake_mode, "the mode of the running capture"
+    "fake_mode_of",
+    lambda: importlib.import_module("torch._guards").detect_fake_mode,
+    "the mode of the running capture",
+    check=lambda found: isinstance(found([]), FakeTensorMode | None),
 )
 contiguous_strides: Callable[[Sequence[Any]], tuple[Any, ...]] = required(
     "contiguous_strides",
     lambda: importlib.import_module("torch._prims_common").make_contiguous_strides_for,
     "strides of symbolic sizes as PyTorch writes them: the same expressions compare equal",
+    check=lambda found: tuple(found((2, 3, 4))) == (12, 4, 1),
 )
 
 
@@ -76,4 +83,5 @@ FunctionalTensorMode, dispatch_functionalize = Internal[Any](
     why="makes the traced gradient of an operator functional",
     without=(None, None),
     cost="operators without a definition get their gradients from autograd at run time",
+    check=lambda found: issubclass(found[0], TorchDispatchMode) and callable(found[1]),
 ).get()

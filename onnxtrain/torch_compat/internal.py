@@ -8,8 +8,10 @@ them; "all" those of every entry that is not required. The tests run so.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 from onnxtrain.errors import CaptureError
@@ -40,7 +42,7 @@ class Internal(Generic[T]):
         cost: what users notice without it.
         versions: where PyTorch has had it under this name.
         required: whether no module can be captured without it; all then run in PyTorch (`refuse_if_lacking`).
-        check: raises or returns False where it is not what is expected. Runs at first use, in microseconds.
+        check: raises or returns False if it does not behave as expected. Runs at first use, in microseconds.
         agrees: compares it with `without` on an example; run by the tests, on each version of PyTorch.
     """
 
@@ -54,7 +56,7 @@ class Internal(Generic[T]):
         cost: str,
         versions: str = "2.11 to 2.13",
         required: bool = False,
-        check: Callable[[T], bool] | None = None,
+        check: Callable[[T], bool],
         agrees: Callable[[T], bool] | None = None,
     ) -> None:
         assert name not in ENTRIES, f"the entry {name} is defined twice"
@@ -82,7 +84,7 @@ class Internal(Generic[T]):
             return self.without
         try:
             found = self._find()
-            if self._check is None or self._check(found):
+            if self._check(found):
                 return found
             self.fault = "it does not behave as expected"
         except Exception as error:  # noqa: BLE001  a private part may fail in any way
@@ -104,10 +106,16 @@ def missing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def required(name: str, find: Callable[[], T], why: str, without: Any = Absent) -> T:
+def required(name: str, find: Callable[[], T], why: str, check: Callable[[T], bool], without: Any = Absent) -> T:
     """Get a private part without which no module can be captured."""
     cost = "every module runs in PyTorch"
-    return Internal[T](name, find, why=why, without=without, cost=cost, required=True).get()
+    return Internal[T](name, find, why=why, without=without, cost=cost, required=True, check=check).get()
+
+
+def can_be_entered(make: Callable[[], AbstractContextManager[Any]]) -> bool:
+    """Return whether a function makes a context manager that can be entered and left."""
+    with make():
+        return True
 
 
 def refuse_if_lacking() -> None:
@@ -124,3 +132,12 @@ def refuse_if_lacking() -> None:
 def _is_switched_off(entry: Internal[Any]) -> bool:
     names = os.environ.get(VARIABLE, "").split(",")
     return entry.name in names or ("all" in names and not entry.required)
+
+
+def takes(function: Any, *parameters: str) -> bool:
+    """Return whether a Python function, without what wraps it, begins with these parameters, or takes any."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = function.__code__
+    takes_any = bool(code.co_flags & inspect.CO_VARARGS) and not code.co_argcount
+    return takes_any or code.co_varnames[: len(parameters)] == parameters

@@ -19,6 +19,7 @@ else:
         "dispatch_mode",
         lambda: importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode,
         "sees the operators that an operator or a user's function calls; documented, in a private module",
+        check=lambda found: callable(found.__torch_dispatch__),
     )
 
 
@@ -34,6 +35,7 @@ function_modes, dispatch_modes = required(
     "mode_stacks",
     _find_modes,
     "a module inside a mode of torch.overrides or torch.utils runs in PyTorch, which the mode sees",
+    check=lambda found: all(isinstance(stack(), list) for stack in found),
     without=(tuple, tuple),
 )
 
@@ -53,6 +55,7 @@ _TRANSFORMS = required(
     "functorch_transforms",
     lambda: (torch._C._functorch.maybe_current_level, torch._C._are_functorch_transforms_active),
     "a module inside vmap, grad or jvp runs in PyTorch; nothing public tells",
+    check=lambda found: isinstance(found[0](), int | None) and isinstance(found[1](), bool),
     without=(lambda: None, lambda: False),
 )
 transform_level: Callable[[], int | None] = _TRANSFORMS[0]
@@ -62,7 +65,8 @@ is_inside_transform: Callable[[], bool] = _TRANSFORMS[1]
 is_transformed = required(
     "functorch_values",
     lambda: torch._C._functorch.is_functorch_wrapped_tensor,
-    "tensors inside vmap or grad are values of the transform, though their type is Tensor; nothing public tells",
+    "tensors inside vmap, grad or jvp are values of the transform, without a storage; nothing public tells",
+    check=lambda found: not found(torch.empty(0)),
     without=lambda tensor: False,
 )
 
@@ -73,8 +77,9 @@ def _forward_ad_level() -> int:
 
 forward_ad_level = required(
     "forward_ad_level",
-    lambda: _forward_ad_level if isinstance(forward_ad._current_level, int) else None,
+    lambda: _forward_ad_level,
     "a module under forward-mode differentiation runs in PyTorch; nothing public tells",
+    check=lambda found: isinstance(found(), int),
     without=lambda: -1,
 )
 
@@ -90,14 +95,8 @@ transform_depth, leave_transforms = Internal[Any](
     why="a graph of dynamo enters and leaves transforms by calls; an error between them leaves them entered",
     without=(lambda: 0, lambda depth: None),
     cost="after an error in a graph of torch.compile that calls torch.func, the thread stays inside the transform",
+    check=lambda found: found[0]() >= 0 and callable(found[1]),
 ).get()
-
-is_transform_wrapper = required(
-    "is_transform_wrapper",
-    lambda: torch._C._functorch.is_functorch_wrapped_tensor,
-    "tensors inside vmap and jvp have no storage of their own",
-    without=lambda tensor: False,
-)
 
 # Switches
 
@@ -152,17 +151,34 @@ def _find_autocast_inside() -> Callable[[str], tuple[AbstractContextManager[Any]
     return inside
 
 
+def _casts(found: Callable[[str], tuple[AbstractContextManager[Any], ...]]) -> bool:
+    x = torch.ones(1, 1)
+    off, on = found("cpu")
+    with torch.autocast("cpu", torch.bfloat16), off, on:
+        return torch.mm(x, x).dtype == torch.bfloat16
+
+
 autocast_inside_operators = required(
     "autocast_inside_operators",
     _find_autocast_inside,
     "functionalization switches autocast off below operators, where composite operators cast",
+    check=_casts,
 )
+
+
+def _casts_nothing(found: Callable[[], AbstractContextManager[Any]]) -> bool:
+    x = torch.ones(1, 1)
+    with torch.autocast("cpu", torch.bfloat16), found():
+        return torch.mm(x, x).dtype == x.dtype
+
+
 autocast_disabled = Internal[Callable[[], AbstractContextManager[Any]]](
     "autocast_disabled",
     lambda: torch._C._DisableAutocast,
     why="the public context manager is for one device",
     without=nullcontext,
     cost="gradients of operators without a definition may be traced with casts, and run in PyTorch then",
+    check=_casts_nothing,
 ).get()
 
 
@@ -177,6 +193,7 @@ enter_autocast, exit_autocast = Internal[Any](
     why="graphs of torch.compile enter and leave autocast by calls of them",
     without=(None, None),
     cost="graphs of torch.compile with autocast inside run in PyTorch",
+    check=lambda found: all(map(callable, found)),
 ).get()
 
 # Hooks
@@ -188,8 +205,9 @@ def _top_saved_tensors_hooks() -> Any:
 
 has_saved_tensors_hooks = Internal[Callable[[], bool]](
     "has_saved_tensors_hooks",
-    lambda: (_top_saved_tensors_hooks(), lambda: _top_saved_tensors_hooks() is not None)[1],
+    lambda: lambda: _top_saved_tensors_hooks() is not None,
     why="whether hooks on saved tensors have to be held off from fake tensors; whether a checkpoint reruns the module",
     without=lambda: True,
     cost="they are held off at every capture; a module that returns token-level results runs with padding",
+    check=lambda found: isinstance(found(), bool),
 ).get()

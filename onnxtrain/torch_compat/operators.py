@@ -22,6 +22,7 @@ else:  # the classes have no public name, their objects have
         "HigherOrderOperator",
         lambda: importlib.import_module("torch._ops").HigherOrderOperator,
         "the class of calls in an exported graph whose arguments are graphs",
+        check=lambda found: issubclass(found, type(torch.ops.aten.add.Tensor).__mro__[1]),
     )
 
 

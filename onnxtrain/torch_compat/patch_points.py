@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from onnxtrain.torch_compat.internal import Internal
+from onnxtrain.torch_compat.internal import Internal, takes
 from onnxtrain.torch_compat.replacement import in_thread, replaced
 
 
@@ -26,10 +27,11 @@ class PatchPoint:
         path: the module, then the attribute: "torch.fx.proxy:TracerBase.create_node".
         why: the reason for replacing it.
         cost: what users notice where it is missing; None: no module can be captured without it.
+        parameters: the parameters of a Python function that its replacement passes by position.
     """
 
-    def __init__(self, path: str, why: str, cost: str | None = None) -> None:
-        self._path = path
+    def __init__(self, path: str, why: str, cost: str | None = None, parameters: str = "") -> None:
+        self._path, self._parameters = path, tuple(parameters.split())
         self.attribute = path.replace(":", ".").rpartition(".")[2]
         self._entry = Internal[Any](
             f"patch of {path}",
@@ -38,6 +40,7 @@ class PatchPoint:
             without=None,
             cost=cost or "every module runs in PyTorch",
             required=cost is None,
+            check=self._is_as_expected,
         )
 
     def _find(self) -> tuple[Any, str]:
@@ -46,8 +49,13 @@ class PatchPoint:
         owner: Any = importlib.import_module(module)
         for name in classes:
             owner = getattr(owner, name)
-        _attribute(owner, attribute)
         return owner, attribute
+
+    def _is_as_expected(self, found: tuple[Any, str]) -> bool:
+        value = _attribute(*found)
+        if self._parameters:
+            return takes(value, *self._parameters)
+        return callable(value) or inspect.isdatadescriptor(value) or inspect.ismodule(value)
 
     @property
     def original(self) -> Any:
@@ -89,14 +97,17 @@ CHECKPOINT_GENERATOR = PatchPoint(
     "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
     "notes which operators run in a checkpoint, which are recomputed",
     "checkpoints of the user are not recomputed",
+    parameters="fn",
 )
 CREATE_ARGUMENT = PatchPoint(
     "torch.fx.experimental.proxy_tensor:PythonKeyTracer.create_arg",
     "the tracer makes a constant of a parameter that the module does not hold, which would not train",
+    parameters="self a",
 )
 CREATE_NODE = PatchPoint(
     "torch.fx.proxy:TracerBase.create_node",
     "notes at each call whether gradients are on, and one line of the user's code instead of a whole traceback",
+    parameters="self kind target args kwargs",
 )
 TENSOR_DATA = PatchPoint("torch:Tensor.data", "the trace loses where the result of `tensor.data` comes from")
 TENSOR_BOOL = PatchPoint("torch:Tensor.__bool__", "a Python decision by the elements of a tensor becomes a guard")
@@ -111,13 +122,21 @@ MODULE_GETATTRIBUTE = PatchPoint(
     "torch.nn:Module.__getattribute__", "a capture depends on the attributes that forward reads"
 )
 NEW_FAKE_TENSOR = PatchPoint(
-    "torch._subclasses.fake_tensor:FakeTensor.__new__", "finds tensors that forward leaves outside the module"
+    "torch._subclasses.fake_tensor:FakeTensor.__new__",
+    "finds tensors that forward leaves outside the module",
+    parameters="cls",
 )
 EVALUATE_SIZES = PatchPoint(
-    "torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_expr", "a decision by sizes in the user's code is a guard"
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_expr",
+    "a decision by sizes in the user's code is a guard",
+    parameters="self orig_expr",
 )
 SIZE_COMPARISONS = tuple(
-    PatchPoint(f"torch:SymInt.{name}", "an operator's flag may be `size > 1`, and takes no symbolic bool")
+    PatchPoint(
+        f"torch:SymInt.{name}",
+        "an operator's flag may be `size > 1`, and takes no symbolic bool",
+        parameters="self other",
+    )
     for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 )
 SIZE_TEXTS = tuple(
@@ -127,6 +146,7 @@ SIZE_TEXTS = tuple(
 BUFFER_COPIES = PatchPoint(
     "torch.export.exported_program:_remove_unnecessary_copy_op_pass",
     "it replaces a buffer by what is copied into it, of whatever shape and dtype that is",
+    parameters="gm new_graph_signature",
 )
 EXPORT_PRINT = PatchPoint(
     "torch.export._trace:print", "torch.export prints the graph of a forward that it cannot trace", "it is printed"
@@ -144,19 +164,27 @@ FAKE_DISPATCH = PatchPoint(
     "torch._subclasses.fake_tensor:FakeTensorMode.dispatch",
     "gives the types of frequent results without PyTorch's reference functions",
     "a capture takes twice as long",
+    "self func types args kwargs",
 )
 LAZY_MODULE_CLASS = PatchPoint(
     "torch.fx._lazy_graph_module:_get_graph_module_cls", "a traced module's source is compiled and never run", _LONGER
 )
 EXPORT_MODULE = PatchPoint(
-    "torch.export.exported_program:_create_graph_module_for_export", "see LAZY_MODULE_CLASS", _LONGER
+    "torch.export.exported_program:_create_graph_module_for_export", "see LAZY_MODULE_CLASS", _LONGER, "root graph"
 )
 TENSOR_METADATA = PatchPoint(
-    "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata", "contiguity is asked and never read", _LONGER
+    "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata",
+    "contiguity is asked and never read",
+    _LONGER,
+    "result",
 )
-WRAP_INT = PatchPoint("torch.fx.experimental.sym_node:SymNode.wrap_int", "one node for each integer", _LONGER)
+WRAP_INT = PatchPoint(
+    "torch.fx.experimental.sym_node:SymNode.wrap_int", "one node for each integer", _LONGER, "self num"
+)
 SIZE_ARITHMETIC = {
-    name: PatchPoint(f"torch.fx.experimental.sym_node:SymNode._{name}", "each result is computed once", _LONGER)
+    name: PatchPoint(
+        f"torch.fx.experimental.sym_node:SymNode._{name}", "each result is computed once", _LONGER, "self other"
+    )
     for name in (
         "add", "sub", "mul", "mod", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min",
     )
@@ -165,11 +193,12 @@ UNBACKED_BINDINGS = PatchPoint(
     "torch.export._trace:_replace_unbacked_bindings",
     "all results are searched for data-dependent sizes, where a graph has none",
     _LONGER,
+    "gm",
 )
 EXPORT_PYTREE = PatchPoint(
     "torch.export._trace:pytree", "the module names at each node are shortened node by node", _LONGER
 )
-RECOMPILE = PatchPoint("torch.fx:GraphModule.recompile", "only the graph is read", _LONGER)
+RECOMPILE = PatchPoint("torch.fx:GraphModule.recompile", "only the graph is read", _LONGER, "self")
 
 # What a graph would not repeat
 

@@ -32,5 +32,6 @@ registered_containers: dict[type, Any] = required(
     "pytree.registered_containers",
     lambda: importlib.import_module("torch.utils._pytree").SUPPORTED_NODES,
     "the containers that users registered, and how they are taken apart",
+    check=lambda found: {dict, list, tuple} <= found.keys(),
     without={},
 )

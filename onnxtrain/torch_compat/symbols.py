@@ -19,6 +19,7 @@ functions: types.ModuleType = required(
     "sympy_functions",
     lambda: importlib.import_module("torch.utils._sympy.functions"),
     "symbolic sizes hold functions (FloorDiv, Mod, FloatTrueDiv) that guards and graphs compute in their own words",
+    check=lambda found: found.FloorDiv(sympy.Integer(7), sympy.Integer(2)) == 3,
     without=types.ModuleType("functions"),
 )
 
@@ -27,6 +28,7 @@ int_oo: Any = required(
     "int_oo",
     lambda: importlib.import_module("torch.utils._sympy.numbers").int_oo,
     "the upper bound of a size that has none",
+    check=lambda found: bool(found > sympy.Integer(2) ** 64),
     without=sympy.oo,
 )
 
@@ -35,6 +37,7 @@ PythonPrinter: Any = required(
     "python_printer",
     lambda: importlib.import_module("torch.utils._sympy.printers").PythonPrinter,
     "guards are Python source made from symbolic sizes",
+    check=lambda found: found().doprint(sympy.Integer(3)) == "3",
 )
 
 
@@ -48,6 +51,7 @@ _KINDS = required(
     "symbol_kinds",
     _find_kinds,
     "tells symbols whose values only tensor elements determine (nonzero) from those of dimensions; no public question",
+    check=lambda found: found[0](sympy.Symbol("u0"), found[1]) and not found[0](sympy.Symbol("s0"), found[1]),
     without=(lambda symbol, kind: False, None, None),
 )
 
@@ -71,6 +75,7 @@ _RANGES = required(
     "value_ranges",
     _find_bounds,
     "a capture with data-dependent sizes is right where all that was assumed of them follows from their ranges",
+    check=lambda found: found[1](sympy.Symbol("u0") + 1, {sympy.Symbol("u0"): found[0](0, 5)}) == found[0](1, 6),
     without=(None, None),
 )
 
@@ -119,16 +124,11 @@ def _statically(env: Any, expr: Any) -> Any:
     return env._maybe_evaluate_static(expr)
 
 
-def _find_static() -> Any:
-    if not hasattr(ShapeEnv, "_maybe_evaluate_static"):
-        raise AttributeError("ShapeEnv has no _maybe_evaluate_static")
-    return _statically
-
-
 static_value = Internal[Callable[[Any, Any], Any]](
     "static_value",
-    _find_static,
+    lambda: _statically,
     why="whether an expression follows from what is known of sizes, without a guard",
     without=lambda env, expr: None,
     cost="fewer composite operators are decomposed and fewer gradients traced: they run as ATen nodes",
+    check=lambda found: bool(found(ShapeEnv(), sympy.true)),
 ).get()

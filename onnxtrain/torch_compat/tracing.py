@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from onnxtrain.torch_compat.internal import Internal
+from onnxtrain.torch_compat.internal import Internal, can_be_entered, takes
 from onnxtrain.torch_compat.symbols import has_data_dependent_symbols
 
 # Configuration
@@ -24,10 +24,11 @@ def _uncached() -> AbstractContextManager[Any]:
 
 fake_tensor_cache_disabled = Internal[Callable[[], AbstractContextManager[Any]]](
     "fake_tensor_cache",
-    lambda: (torch._dynamo.config.fake_tensor_cache_enabled, _uncached)[1],
+    lambda: _uncached,
     why="with symbolic sizes, finding and copying a cached result takes longer than computing it",
     without=nullcontext,
     cost="a capture takes longer",
+    check=can_be_entered,
 ).get()
 
 
@@ -43,6 +44,7 @@ unread_samples_kept = Internal[Callable[[], AbstractContextManager[Any]]](
     why="functionalization removes unread calls that sample; eager samples them, and the next samples depend on it",
     without=nullcontext,
     cost='with rng="torch", a module that samples what it does not read gets other samples than eager',
+    check=can_be_entered,
 ).get()
 
 
@@ -83,6 +85,7 @@ _LAZY_MODULES = Internal[Any](
     why="the Python source of a graph module is written and compiled for every change, and never run",
     without=(None, None),
     cost="a capture takes longer",
+    check=lambda found: issubclass(found[0](), GraphModule) and callable(found[1]),
 )
 lazy_module_class, make_lazy_module = _LAZY_MODULES.get()
 
@@ -109,6 +112,7 @@ _shape_env_of = Internal[Callable[[GraphModule], Any] | None](
     why="whether a graph has data-dependent sizes at all; without any, no result is searched for them",
     without=None,
     cost="a capture takes longer",
+    check=lambda found: takes(found, "gm"),
 ).get()
 
 

@@ -47,7 +47,7 @@ def test_a_part_that_is_missing_is_said_once_and_replaced(caplog: pytest.LogCapt
     def find() -> int:
         raise AttributeError("module 'torch' has no attribute '_part'")
 
-    entry = Internal("part", find, why="a test", without=7, cost="it is slower")
+    entry = Internal("part", find, why="a test", without=7, cost="it is slower", check=bool)
     with caplog.at_level("INFO", "onnxtrain"):
         assert entry.get() == entry.get() == 7
     assert not entry.is_available
@@ -66,7 +66,7 @@ def test_a_part_that_fails_its_check_is_replaced(check: object) -> None:
 @pytest.mark.parametrize("names", ["part", "other,part", "all"])
 def test_a_part_can_be_switched_off(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, names)
-    entry = Internal("part", lambda: 1, why="a test", without=2, cost="")
+    entry = Internal("part", lambda: 1, why="a test", without=2, cost="", check=bool)
     assert entry.get() == 2
     assert VARIABLE in entry.fault
 

@@ -33,7 +33,7 @@ from onnxtrain.errors import CaptureError
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.ops.aten_node import ambient
 from onnxtrain.torch_compat import pytree
-from onnxtrain.torch_compat.modes import is_transform_wrapper
+from onnxtrain.torch_compat.modes import is_transformed
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.patch_points import RECOMPILE
 from onnxtrain.torch_compat.tensors import storage_id
@@ -248,7 +248,7 @@ def _storages(node: Node) -> list[int]:
     """
     found = pytree.tree_leaves(node.meta.get("val"))
     tensors = [v for v in found if isinstance(v, torch.Tensor) and v.layout is torch.strided]
-    if any(is_transform_wrapper(t) for t in tensors):
+    if any(is_transformed(t) for t in tensors):
         raise _NotPlainError
     return [storage_id(t) for t in tensors]
 
