@@ -80,9 +80,9 @@ _RANGES = required(
 )
 
 
-def unbounded() -> Any:
-    """The range of a size of which nothing is known."""
-    return _RANGES[0](0, int_oo)
+def size_range(largest: int | None = None) -> Any:
+    """The range of a size of which nothing is known but its upper bound, if that is."""
+    return _RANGES[0](0, int_oo if largest is None else largest)
 
 
 def is_always_true(expr: Any, ranges: Mapping[Any, Any]) -> bool:

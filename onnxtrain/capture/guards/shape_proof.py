@@ -12,7 +12,7 @@ be valid for each of its values: the export must have assumed nothing of it, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.size_decisions import InputDim
 from onnxtrain.torch_compat.fake_tensors import FakeTensorMode
-from onnxtrain.torch_compat.symbols import is_always_true, is_data_dependent, unbounded, unreplaced_expression
+from onnxtrain.torch_compat.symbols import is_always_true, is_data_dependent, size_range, unreplaced_expression
 
 _SPECIAL_SIZES = (0, 1)  # operators treat them otherwise than all others
 
@@ -78,7 +78,7 @@ class Proof:
     def _own_reason(self, binding: dict[Any, Any]) -> str:
         try:
             with self._run_state(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
-                reason = self._run(mode, dict(binding)) or _assumption(mode.shape_env)
+                reason = self._run(mode, dict(binding))
         except Exception as error:  # noqa: BLE001  # an operator that refuses these sizes may raise anything
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return reason or next(filter(None, (self._reason_at(binding, size) for size in _SPECIAL_SIZES)), "")
@@ -106,6 +106,8 @@ class Proof:
     def _run(self, mode: FakeTensorMode, binding: dict[Any, Any]) -> str:
         all_bound = self.data_dependent <= binding.keys()
         results: dict[Node, Any] = {}
+        assumed: set[Any] = set()
+        checked: set[Any] = set()
         for node in self.graph_module.graph.nodes:
             if node.op == "output":
                 break
@@ -117,6 +119,13 @@ class Proof:
                 results[node] = mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
             else:
                 args, kwargs = map_arg((node.args, node.kwargs), results.__getitem__)
+                if str(node.target) == "aten._assert_scalar.default":
+                    assumed.add(_condition(args[0]))
+                    continue
+                for condition in _checked_by_kernel(node, args):
+                    if condition == sympy.false:
+                        raise ValueError(f"{node.target} refuses these sizes")  # PyTorch would log it as an error
+                    checked.add(condition)
                 results[node] = node.target(*args, **kwargs)
                 if all_bound and next(_symbolic_sizes(results[node]), None) is not None:
                     results[node] = _fake(expected, binding)
@@ -125,7 +134,18 @@ class Proof:
                     return (
                         f"{node.target} has another shape at these sizes ({source_location.of_node(node) or node.name})"
                     )
-        return ""
+        return _assumption(mode.shape_env, assumed, checked)
+
+
+def _checked_by_kernel(node: Node, arguments: Sequence[Any]) -> Iterator[Any]:
+    """Yield the condition on data-dependent sizes that a node's kernel checks itself, at run time as in eager."""
+    if str(node.target) in _SPLITS:
+        x, parts, axis = (*arguments, 0)[:3]
+        total = sum(unreplaced_expression(part) if isinstance(part, torch.SymInt) else part for part in parts)
+        yield sympy.Eq(total, _expr(x.shape[axis], {}))
+
+
+_SPLITS = frozenset({"aten.split_with_sizes.default", "aten.split_with_sizes_copy.default"})
 
 
 def _symbolic_sizes(value: Any) -> Iterator[torch.SymInt]:
@@ -145,23 +165,43 @@ def _all_symbols(size: torch.SymInt) -> set[Any]:
     return symbols
 
 
-def _assumption(env: ShapeEnv | None) -> str:
-    """Return an assumption in `env` on a data-dependent size, other than that it is not negative; "" if there is none.
+def _assumption(env: ShapeEnv | None, assumed: set[Any], checked: set[Any]) -> str:
+    """Return an assumption on a data-dependent size, other than that it is not negative; "" if there is none.
 
     PyTorch checks such an assumption at run time, by an assertion that our graph does not contain.
+
+    Args:
+        env: collects what operators assume.
+        assumed: what the program asserts.
+        checked: what kernels of the graph check.
     """
     if env is None:
         return ""
-    for checks in env.deferred_runtime_asserts.values():
-        for check in checks:
-            ranges = {s: _range(env, s) for s in check.expr.free_symbols}
-            if not is_always_true(check.expr, ranges):
-                return str(check.expr)
+    found = {check.expr for checks in env.deferred_runtime_asserts.values() for check in checks}
+    largest = _upper_bounds(checked)
+    for expr in (assumed | found) - checked:
+        if not is_always_true(expr, {s: _range(env, s, largest.get(s)) for s in expr.free_symbols}):
+            return str(expr)
     return ""
 
 
-def _range(env: ShapeEnv, symbol: Any) -> Any:
-    return unbounded() if is_data_dependent(symbol) else env.var_to_range[symbol]
+def _upper_bounds(checked: set[Any]) -> dict[Any, int]:
+    """Return upper bounds of sizes that follow from u0 + u1 = 5: no size is negative."""
+    bounds: dict[Any, int] = {}
+    for condition in checked:
+        if isinstance(condition, sympy.Eq):
+            total, number = condition.args if condition.args[1].is_Integer else reversed(condition.args)
+            if number.is_Integer and all(term.is_Symbol for term in sympy.Add.make_args(total)):
+                bounds.update(dict.fromkeys(total.free_symbols, int(number)))
+    return bounds
+
+
+def _condition(asserted: Any) -> Any:
+    return asserted.node.expr if isinstance(asserted, torch.SymBool) else sympy.true if asserted else sympy.false
+
+
+def _range(env: ShapeEnv, symbol: Any, largest: int | None) -> Any:
+    return size_range(largest) if is_data_dependent(symbol) else env.var_to_range[symbol]
 
 
 def _size(size: Any, binding: dict[Any, Any]) -> int | sympy.Expr:

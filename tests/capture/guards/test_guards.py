@@ -237,6 +237,21 @@ def test_explain_names_the_failing_condition() -> None:
 
 # Data-dependent sizes
 
+
+def split_by_sign(x: torch.Tensor) -> torch.Tensor:
+    """As mixtures of experts do: the counts are the rows in sum, which the kernel of split checks."""
+    positive = x[:, 0] > 0
+    counts = torch.stack([positive.sum(), positive.logical_not().sum()]).tolist()
+    parts = x[positive.long().argsort(descending=True, stable=True)].split(counts)
+    return torch.cat([part * (i + 1) for i, part in enumerate(parts)]) + x
+
+
+def checked(x: torch.Tensor) -> torch.Tensor:
+    count = (x > 0).sum().item()
+    torch._check(count > 3)
+    return x * count
+
+
 SELECTED: dict[str, Forward] = {
     "rows": lambda x: x[x[:, 0] > 0] * 2,
     "two of one mask": lambda x: (x[x[:, 0] > 0], x[x[:, 0] > 0].sum(0).expand(x[x[:, 0] > 0].shape[0], -1)),
@@ -264,7 +279,16 @@ CONSTRAINED: dict[str, Forward] = {
     "as many as another size": lambda x: x[x[:, 0] > 0][:, 0] + x[0],
     "no more than another size": lambda x: x[x[:, 0] > 0] + torch.ones_like(x)[: x[x[:, 0] > 0].shape[0]],
     "not 1": lambda x: x[x[:, 0] > 0].squeeze(0) * 2,
+    "a check of the model's": checked,
 }
+
+
+def test_a_split_by_counts_is_captured() -> None:
+    engine = Engine(split_by_sign)
+    for rows in (4, 1, 6):
+        for count in (0, 1, rows):
+            x = torch.where(torch.arange(rows)[:, None] < count, 1.0, -1.0).expand(rows, 3).contiguous()
+            assert equal(engine(x), split_by_sign(x)), (rows, count)
 
 
 @pytest.mark.parametrize("name", CONSTRAINED)
