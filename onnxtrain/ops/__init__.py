@@ -1,4 +1,4 @@
-"""Every op that onnxtrain knows, one definition each. A module of this package is a family; importing it defines it."""
+"""Definitions of all ops. Each module is a family of ops, and importing it registers their definitions."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A PyTorch operator that has no ONNX form stays one node, and runs as PyTorch runs it.
+"""ATen: a PyTorch operator without an ONNX form, as one node that PyTorch runs.
 
     ATen(tensors..., sizes?) -> results..., handles...        operator, overload_name, arguments (JSON)
     ATenGrad(handles..., cotangents...) -> gradients...
 
-Its gradient is PyTorch's own. Where capture could trace it (`node.meta["gradient"]`), it is nodes like any others.
-Elsewhere the forward program records autograd's graph on detached inputs when it runs the node, and hands out the
-recorded outputs and inputs (the handles); ATenGrad differentiates through them. The handles are kept for backward like
-any other tensor, and random operators need not be replayed.
+Its gradient is PyTorch's own. If capture could trace it (`node.meta["gradient"]`), it consists of ordinary nodes.
+Otherwise the forward program records autograd's graph on detached inputs when it runs the node, and returns the
+recorded outputs and inputs, too (the handles); ATenGrad differentiates through them. The handles are saved for backward
+like any other tensor, so random operators need no replay.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import dispatch, pytree
 from onnxtrain.torch_compat.operators import OpOverload, name_and_overload, written_arguments
 
-_NO_BODY = NoBody("PyTorch's own operator, which has no form in standard ops")
+_NO_BODY = NoBody("an operator of PyTorch that has no ONNX form")
 
 
-AutocastState: TypeAlias = frozenset[tuple[str, torch.dtype]]  # the devices on which it is on, and to which type
+AutocastState: TypeAlias = frozenset[tuple[str, torch.dtype]]  # the devices for which it is on, with its type
 
 
 class Text(str):
-    """A string among a call's arguments, told apart from a size expression."""
+    """A string argument of a call; a plain `str` is a size expression."""
 
     __slots__ = ()
 
 
-# (builder, node, for each tensor that the operator takes whether its gradient is asked for, one cotangent or None per
-# result) -> one gradient or None per tensor; or None where the gradient has to be taken at run time.
+# (builder, node, whether each tensor argument needs a gradient, one cotangent or None per result) -> one gradient or
+# None per tensor argument; or None if the gradient must be taken at run time.
 AtenGradient = Callable[
     [Builder, ir.Node, Sequence[bool], Sequence[ir.Value | None]], "Sequence[ir.Value | None] | None"
 ]
 
 
-# Operators that take only some strides, and those that take all: between PyTorch and the graph strides differ. And
-# operators that only mark a tensor as conjugate or negative, which some others do not take.
-_PLAIN = {
+# Replacements: of operators that require certain strides, because the graph's strides differ from PyTorch's; and of
+# operators that only set the conjugate or negative bit of a tensor, which some other operators do not support.
+_REPLACEMENTS = {
     "aten::_conj": torch.ops.aten.conj_physical.default,
     "aten::_neg_view": torch.ops.aten.neg.default,
     "aten::view": torch.ops.aten.reshape.default,
@@ -69,7 +69,7 @@ _PLAIN = {
 }
 
 
-# Operators that read memory by strides that they are given.
+# Operators that access memory by explicit strides.
 _READS_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
 
@@ -81,31 +81,35 @@ def reads_strides(target: Any) -> bool:
 def aten_node(
     op: Builder, target: Any, arguments: Sequence[Any], keywords: dict[str, Any], contiguous: Sequence[bool] = ()
 ) -> ir.Node:
-    """Appends an ATen node for a call of `target`. Its results are the tensors among those of the call: `op.out`.
+    """Append an ATen node for a call of `target`. Its results are the tensors among the call's results: `op.out`.
 
     Args:
         op: the builder.
         target: the operator's overload.
         arguments: its positional arguments, tensors as values, sizes as ints or expressions.
         keywords: its keyword arguments.
-        contiguous: for each tensor among the arguments, whether it is contiguous in PyTorch. An operator may count on
-            it, and the graph lays tensors out in its own way.
+        contiguous: for each tensor argument, whether it is contiguous in PyTorch. The operator may rely on it, while
+            the graph chooses memory formats of its own.
 
     Raises:
-        UnsupportedOperatorError: the call takes something that cannot stand in the graph.
+        UnsupportedOperatorError: an argument cannot be stored in the graph, or the operator needs PyTorch's strides.
     """
     if not isinstance(target, OpOverload):
         raise UnsupportedOperatorError(
-            f"{target} is not an operator of PyTorch", todo="rewrite it with torch functions"
+            f"{target} is not a PyTorch operator",
+            expected="an OpOverload, such as torch.ops.aten.add.Tensor",
+            got=type(target).__name__,
+            todo="rewrite it with torch functions",
         )
     name, overload = name_and_overload(target)
     if reads_strides(target) and not (contiguous and contiguous[0]):
         raise UnsupportedOperatorError(
-            "as_strided reads memory by strides, which differ between PyTorch and the graph",
-            todo="take as_strided of a contiguous tensor, or write it with view, expand, unfold or indexing",
+            f"{name} of a non-contiguous tensor: strides differ between PyTorch and the graph",
+            expected="a contiguous tensor",
+            todo="call .contiguous() first, or use view, expand, unfold or indexing instead",
         )
     if overload == "default":
-        target = _PLAIN.get(name, target)
+        target = _REPLACEMENTS.get(name, target)
         name, overload = name_and_overload(target)
     packer = _Packer()
     spec = {"args": [packer.pack(a) for a in arguments], "kwargs": {k: packer.pack(v) for k, v in keywords.items()}}
@@ -123,7 +127,7 @@ def aten_node(
             "tensors": len(packer.tensors),
             "results": len(op.out),
             "contiguous": [i for i, flag in enumerate(contiguous) if flag] or None,
-            "autocast": [f"{d} {ONNX_DTYPES[t].name}" for d, t in sorted(ambient())] or None
+            "autocast": [f"{d} {ONNX_DTYPES[t].name}" for d, t in sorted(autocast_state())] or None
             if is_composite(target)
             else None,
         },
@@ -132,23 +136,23 @@ def aten_node(
 
 
 def aten_sum(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The sum of two values of one type that ONNX cannot add: complex ones."""
+    """Add two values of a type that ONNX cannot add: complex ones."""
     op.out = (type_of(a),)
     return aten_node(op, torch.ops.aten.add.Tensor, [a, b], {}).outputs[0]
 
 
 def is_composite(target: OpOverload) -> bool:
-    """Whether an operator is a composition of others: autocast may cast inside it."""
+    """Return whether an operator is composed of others: autocast may cast inside it."""
     return dispatch.has_kernel_for_key(target.name(), "CompositeImplicitAutograd")
 
 
-def ambient() -> AutocastState:
-    """Autocast as it is now."""
+def autocast_state() -> AutocastState:
+    """Return the current state of autocast."""
     return frozenset((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
 
 
 class _Packer:
-    """Writes a call's arguments as JSON, tensors and sizes by their position among the node's inputs."""
+    """Serialize a call's arguments to JSON; tensors and sizes become indices of the node's inputs."""
 
     def __init__(self) -> None:
         self.tensors: list[ir.Value] = []
@@ -176,7 +180,11 @@ class _Packer:
                 return {"torch": str(argument).removeprefix("torch.")}
             case torch.device():
                 return {"device": str(argument)}
-        raise UnsupportedOperatorError(f"an argument of type {type(argument).__name__} in the graph", got=str(argument))
+        raise UnsupportedOperatorError(
+            f"an argument of type {type(argument).__name__} cannot be stored in the graph",
+            expected="tensors, numbers, strings, dtypes, layouts, memory formats or devices",
+            got=str(argument),
+        )
 
 
 def _unpack(spec: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
@@ -201,11 +209,11 @@ def _unpack(spec: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) ->
 
 
 class AtenCall:
-    """The operator of an ATen node with its fixed arguments.
+    """The operator of an ATen node with its constant arguments.
 
     Attributes:
         function: the operator.
-        autocast: the devices and types for which autocast is on while it runs.
+        autocast: the devices and types to enable autocast for while it runs.
     """
 
     def __init__(self, node: ir.Node) -> None:
@@ -213,54 +221,57 @@ class AtenCall:
         namespace, name = view.operator.split("::")
         packet = getattr(getattr(torch.ops, namespace), name)
         self.function = getattr(packet, view.overload_name or "default")
-        self._writes = written_arguments(self.function)
+        self._written_arguments = written_arguments(self.function)
         self._spec = json.loads(view.arguments)
         self._contiguous = frozenset(view.contiguous)
         self.autocast = [(d, TORCH_DTYPES[ir.DataType[t]]) for d, t in (s.split() for s in view.autocast)]
-        self.__name__ = f"aten_{name.strip('_')}"  # in generated source, where `slice` is Python's own
+        self.__name__ = f"aten_{name.strip('_')}"  # in generated source, `slice` would shadow Python's
 
     def arguments(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The call's arguments, with these tensors and sizes in their places."""
+        """Return the call's positional and keyword arguments with these tensors and sizes."""
         keywords = {k: _unpack(v, tensors, sizes) for k, v in self._spec["kwargs"].items()}
         return _unpack(self._spec["args"], tensors, sizes), keywords
 
     def results(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The tensors among the operator's results."""
+        """Run the operator and return the tensors among its results."""
         arguments, keywords = self.arguments(tensors, sizes)
         with ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
-            if self._writes:
-                result = self._on_copies(keywords)
+            if self._written_arguments:
+                result = self._call_on_copies(keywords)
             else:
                 result = self.function(*arguments, **keywords)
         if isinstance(result, torch.Tensor):
             return (result,)
         return tuple(r for r in pytree.tree_leaves(result) if isinstance(r, torch.Tensor))
 
-    def _on_copies(self, keywords: dict[str, Any]) -> Any:
-        """The results of an operator that writes to its arguments, and the written copies of those."""
-        copies = {name: pytree.tree_map_only(torch.Tensor, torch.clone, keywords[name]) for name in self._writes}
+    def _call_on_copies(self, keywords: dict[str, Any]) -> Any:
+        """Call an operator on copies of the arguments that it writes; return its results and these copies."""
+        copies = {
+            name: pytree.tree_map_only(torch.Tensor, torch.clone, keywords[name]) for name in self._written_arguments
+        }
         return self.function(**{**keywords, **copies}), *copies.values()
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """The result, or a tuple of several."""
-        results = self.results(self._laid_out(tensors), sizes)
+        """Return the result, or a tuple of several."""
+        results = self.results(self._contiguous_where_needed(tensors), sizes)
         return results[0] if len(results) == 1 else results
 
     def recorded(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int], active: Sequence[int]
     ) -> tuple[torch.Tensor, ...]:
-        """The results, then the handles: the floating results and the active tensors on autograd's tape."""
+        """Return the results, then the handles: differentiable results and active tensors on autograd's tape."""
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() if a else t for t, a in zip(tensors, active, strict=True)]
-            results = self.results(self._laid_out(leaves), sizes)
-        recorded = [r for r in results if _can_have_gradient(r)]
-        return (*(r.detach() for r in results), *recorded, *(x for x, a in zip(leaves, active, strict=True) if a))
+            results = self.results(self._contiguous_where_needed(leaves), sizes)
+        differentiable = [r for r in results if _can_have_gradient(r)]
+        active_leaves = [x for x, a in zip(leaves, active, strict=True) if a]
+        return (*(r.detach() for r in results), *differentiable, *active_leaves)
 
-    def _laid_out(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _contiguous_where_needed(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return [t.contiguous() if i in self._contiguous else t for i, t in enumerate(tensors)]
 
 
@@ -269,11 +280,11 @@ def _can_have_gradient(tensor: torch.Tensor) -> bool:
 
 
 def aten_call(node: ir.Node) -> AtenCall:
-    """The call that an ATen node stands for."""
-    known: AtenCall | None = node.meta.get("call")
-    if known is None:
-        known = node.meta["call"] = AtenCall(node)
-    return known
+    """Return the call that an ATen node represents; it is parsed once per node."""
+    call: AtenCall | None = node.meta.get("call")
+    if call is None:
+        call = node.meta["call"] = AtenCall(node)
+    return call
 
 
 def _lower(n: NodeView, tensors: tuple[Any, ...]) -> Call:
@@ -285,30 +296,31 @@ def _lower(n: NodeView, tensors: tuple[Any, ...]) -> Call:
     return Call(call, tensors[:count], sizes)
 
 
-def _floating(values: Sequence[ir.Value | None]) -> list[ir.Value]:
+def _differentiable(values: Sequence[ir.Value | None]) -> list[ir.Value]:
     return [v for v in values if v is not None and is_differentiable_type(dtype_of(v))]
 
 
 def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
-    """The traced gradient; where there is none, through handles that the node then gives."""
+    """Build the traced gradient; if there is none, differentiate at run time through handles."""
     node: ir.Node = n.node
-    tensors = [v for v in list(node.inputs)[: n.tensors] if v is not None]  # all of them: none is optional
+    tensors = [v for v in list(node.inputs)[: n.tensors] if v is not None]  # no tensor is None: none is optional
     active = [n.wants(f"inputs[{i}]") for i in range(n.tensors)]
     trace: AtenGradient | None = node.meta.get("gradient")
-    found = trace(op, node, active, cotangents[: n.results]) if trace is not None else None
-    if found is None:
-        found = _gradient_at_run_time(op, n, tensors, active, cotangents)
-    return [*found, *([None] * (len(node.inputs) - len(found)))]
+    gradients = trace(op, node, active, cotangents[: n.results]) if trace is not None else None
+    if gradients is None:
+        gradients = _gradient_at_run_time(op, n, tensors, active, cotangents)
+    return [*gradients, *([None] * (len(node.inputs) - len(gradients)))]
 
 
 def _gradient_at_run_time(
     op: Builder, n: NodeView, tensors: Sequence[ir.Value], active: Sequence[bool], cotangents: Sequence[ir.Value | None]
 ) -> list[ir.Value | None]:
+    """Add the handles to the node's outputs and build an ATenGrad that reads them."""
     node: ir.Node = n.node
     results = list(node.outputs)[: n.results]
-    wanted = [t for t, a in zip(tensors, active, strict=True) if a]
+    active_tensors = [t for t, a in zip(tensors, active, strict=True) if a]
     if not n.handles:
-        sources = [*_floating(results), *wanted]
+        sources = [*_differentiable(results), *active_tensors]
         node.resize_outputs(n.results + len(sources))
         node.attributes["handles"] = ir.AttrInt64("handles", len(sources))
         node.attributes["active"] = ir.AttrInt64s("active", [int(a) for a in active])
@@ -316,20 +328,19 @@ def _gradient_at_run_time(
             handle.name = f"{node.name}_handle_{index}"
             handle.type, handle.shape = source.type, source.shape
     handles = list(node.outputs)[n.results :]
-    given = [c for r, c in zip(results, cotangents, strict=False) if is_differentiable_type(dtype_of(r))]
-    gradients = iter(
-        op.node(
-            ATEN,
-            "ATenGrad",
-            [*handles, *(c for c in given if c is not None)],
-            {"results": len(given), "given": [int(c is not None) for c in given], "inputs": len(wanted)},
-            types=[type_of(v) for v in wanted],
-        ).outputs
-    )
+    result_cotangents = [c for r, c in zip(results, cotangents, strict=False) if is_differentiable_type(dtype_of(r))]
+    attributes = {
+        "results": len(result_cotangents),
+        "has_cotangent": [int(c is not None) for c in result_cotangents],
+        "inputs": len(active_tensors),
+    }
+    inputs = [*handles, *(c for c in result_cotangents if c is not None)]
+    types = [type_of(v) for v in active_tensors]
+    gradients = iter(op.node(ATEN, "ATenGrad", inputs, attributes, types=types).outputs)
     return [next(gradients) if a else None for a in active]
 
 
-def _known_types(n: NodeView) -> list[TensorType]:
+def _declared_types(n: NodeView) -> list[TensorType]:
     return [type_of(v) for v in n.node.outputs]
 
 
@@ -352,15 +363,15 @@ ATEN_OP = define(
         },
         since_version=1,
         from_torch={},
-        shapes=_known_types,
+        shapes=_declared_types,
         body=_NO_BODY,
         ort_compatible=lambda n: False,
         gradient=(Gradient(_gradient, reads=("inputs", "outputs")),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_lower, host_inputs_if_known=lambda n: {n.tensors}),),
         axes=lambda n: "",
-        effects=Effects.RANDOM,  # which operators draw is not told by all their schemas: none is merged or dropped
-        aliases={0: 0},  # where PyTorch's operator gives a view, it is one of its first tensor
+        effects=Effects.RANDOM,  # not every schema says whether its operator is random: none is merged or dropped
+        aliases={0: 0},  # if PyTorch's operator returns a view, it is one of the first tensor
         flops=lambda n: 0,
         host_eval=None,
         count_outputs=lambda inputs, attributes: attributes["results"] + attributes.get("handles", 0),
@@ -369,22 +380,27 @@ ATEN_OP = define(
 
 
 def _differentiate(
-    results: int, given: Sequence[int], tensors: tuple[torch.Tensor, ...]
+    results: int, has_cotangent: Sequence[int], tensors: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...] | torch.Tensor:
-    count = len(tensors) - sum(given)
-    outputs, leaves, cotangents = tensors[:results], tensors[results:count], iter(tensors[count:])
-    pairs = [(o, next(cotangents)) for o, g in zip(outputs, given, strict=True) if g]
-    pairs = [(o, c) for o, c in pairs if o.requires_grad]
+    """Differentiate through the handles. `tensors` are handles of `results` results and of inputs, then cotangents."""
+    handle_count = len(tensors) - sum(has_cotangent)
+    outputs, leaves, cotangents = tensors[:results], tensors[results:handle_count], iter(tensors[handle_count:])
+    pairs = [(output, next(cotangents)) for output, has in zip(outputs, has_cotangent, strict=True) if has]
+    pairs = [(output, cotangent) for output, cotangent in pairs if output.requires_grad]
     if any(not leaf.requires_grad for leaf in leaves):
-        raise KernelError("an input kept for an ATen node's gradient lost its place on autograd's tape")
-    found: Sequence[torch.Tensor | None] = [None] * len(leaves)
+        raise KernelError(
+            "an input saved for the gradient of an ATen node is no longer on autograd's tape",
+            expected="handles with requires_grad=True",
+            got=f"requires_grad={[leaf.requires_grad for leaf in leaves]}",
+        )
+    gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
     if pairs:
         with torch.enable_grad():
-            found = torch.autograd.grad(
-                [o for o, _ in pairs], leaves, [c for _, c in pairs], retain_graph=True, allow_unused=True
+            gradients = torch.autograd.grad(
+                [output for output, _ in pairs], leaves, [c for _, c in pairs], retain_graph=True, allow_unused=True
             )
-    gradients = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))
-    return gradients[0] if len(gradients) == 1 else gradients
+    dense = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
+    return dense[0] if len(dense) == 1 else dense
 
 
 define(
@@ -393,15 +409,15 @@ define(
         name="ATenGrad",
         inputs=("handles...",),
         outputs=("gradients...",),
-        attributes={"results": REQUIRED, "given": REQUIRED, "inputs": REQUIRED},
+        attributes={"results": REQUIRED, "has_cotangent": REQUIRED, "inputs": REQUIRED},
         since_version=1,
         from_torch={},
-        shapes=_known_types,
+        shapes=_declared_types,
         body=_NO_BODY,
         ort_compatible=always,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=lambda n, t: Call(_differentiate, n.results, n.given, t)),),
+        kernels=(Kernel(lower=lambda n, t: Call(_differentiate, n.results, n.has_cotangent, t)),),
         axes=lambda n: "",
         effects=Effects.NONE,
         aliases={},

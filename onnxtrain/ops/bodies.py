@@ -1,9 +1,9 @@
-"""Graphs in standard ops only: each op of ours replaced by its body, or its body made a model-local function.
+"""Expand ops into their bodies of standard ops.
 
     inline_bodies     GeluGrad(dy, x)  ->  Mul, Erf, Exp, ...                        for stock onnxruntime
     as_functions      GeluGrad(dy, x)  ->  GeluGrad(dy, x) and its function          for files that people open
 
-Both give copies. The second is in `functions.py`.
+Both return copies. The second is in `local_functions.py`.
 """
 
 from __future__ import annotations
@@ -23,46 +23,49 @@ from onnxtrain.ops.registry import builder, definition_of
 
 Keep = Callable[[ir.Node], bool]
 
-_DEEPEST = 16  # bodies within bodies; more means that a body leads back to its own op
-IR_VERSION = 10  # the first with overloads of functions
+_MAX_DEPTH = 16  # of bodies within bodies; more means that a body contains its own op
+IR_VERSION = 10  # the first that supports overloads of functions
 
 
-def nothing(node: ir.Node) -> bool:
-    """Keeps no node."""
+def keep_nothing(node: ir.Node) -> bool:
     return False
 
 
 def body_of(node: ir.Node) -> Body | None:
-    """The builder of the node's body; None where the op is standard or has none."""
+    """Return the builder of the node's body; None if the op is standard or has no body."""
     body = definition_of(node).body
     return None if body is STANDARD or isinstance(body, NoBody) else body
 
 
-def inline_bodies(model: ir.Model | ir.Graph, *, keep: Keep = nothing) -> ir.Model:
-    """A copy in which every node with a body is replaced by its body, until only standard ops are left.
+def inline_bodies(model: ir.Model | ir.Graph, *, keep: Keep = keep_nothing) -> ir.Model:
+    """Return a copy in which nodes are replaced by their bodies, until only standard ops are left.
 
     Args:
-        model: a model, or a graph, which becomes one. It stays as it is.
-        keep: nodes that stay, whether they have a body or not.
+        model: a model, or a graph, of which a model is made. It is not modified.
+        keep: which nodes are not replaced.
 
     Raises:
         GraphError: a node that is not kept has no body (PythonOp, ATen, collectives).
     """
     source = model if isinstance(model, ir.Model) else ir.Model(model, ir_version=IR_VERSION)
     graph = traversal.clone(source.graph)[0]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         _refuse_subgraphs(graph, keep)
         if not any(_expands(node, keep) for node in graph):
             break
         graph = _expand(graph, keep)
     else:
-        left = {traversal.describe(node) for node in graph if _expands(node, keep)}
-        raise GraphError("these bodies lead back to their own ops", got=", ".join(sorted(left)))
+        recursive = {traversal.describe(node) for node in graph if _expands(node, keep)}
+        raise GraphError(
+            "bodies of ops contain the ops themselves",
+            expected=f"only standard ops after {_MAX_DEPTH} expansions",
+            got=", ".join(sorted(recursive)),
+        )
     _refuse_no_body(graph, keep)
     traversal.remove_unused(graph, lambda node: keep(node) or has_effects(node))
     traversal.name_uniquely(graph)
     import_opsets(graph)
-    # A graph knows only the names that its values had when they came in as taken, so this is one more copy.
+    # A graph reserves the names that its values had when they were added; one more copy drops outdated names.
     return traversal.with_graph(source, traversal.clone(graph)[0])
 
 
@@ -80,10 +83,10 @@ def _refuse_no_body(graph: ir.Graph, keep: Keep) -> None:
         assert isinstance(body, NoBody)
         reasons.append(f"{traversal.describe(node)} ({body.reason})")
     raise GraphError(
-        "the graph holds ops that cannot be written in standard ONNX ops",
+        "the graph has ops without a form in standard ONNX ops",
         where=traversal.origin(lacking[0]),
         got="; ".join(dict.fromkeys(reasons)),
-        todo="run the graph on the torch executor, or change the model so that it does without them",
+        todo="run the graph on the torch executor, or replace these operators in the model",
     )
 
 
@@ -92,13 +95,14 @@ def _refuse_subgraphs(graph: ir.Graph, keep: Keep) -> None:
         for node in inner:
             if _expands(node, keep):
                 raise GraphError(
-                    f"{traversal.describe(node)} stands inside a subgraph, where bodies are not inlined",
+                    f"{traversal.describe(node)} is in a subgraph (loop or branch), where bodies are not inlined",
                     where=traversal.origin(node),
+                    expected="only standard ops in subgraphs",
                 )
 
 
 def _expand(graph: ir.Graph, keep: Keep) -> ir.Graph:
-    """A copy in which the nodes with bodies are replaced, one level deep."""
+    """Return a copy in which nodes with bodies are replaced, one level deep."""
     values: dict[ir.Value, ir.Value] = {}
     result = traversal.clone_head(graph, values)
     op = builder(result)
@@ -112,11 +116,11 @@ def _expand(graph: ir.Graph, keep: Keep) -> ir.Graph:
 
 
 def _inline(op: Builder, node: ir.Node, values: ValueMap) -> None:
-    """Appends the body of `node`, reading the copies of its inputs, and maps its outputs."""
-    before = next(reversed(op.graph), None)
+    """Append the body of `node` with `values` of its inputs, and add its outputs to `values`."""
+    last_node = next(reversed(op.graph), None)
     with op.at(node.metadata_props):
         outputs = build_body(op, node, [None if v is None else values[v] for v in node.inputs])
-    _name_inside(op.graph, before, node)
+    _name_body_nodes(op.graph, last_node, node)
     for declared, value in zip(node.outputs, outputs, strict=True):
         if value is None:
             continue
@@ -125,41 +129,41 @@ def _inline(op: Builder, node: ir.Node, values: ValueMap) -> None:
             value.name = declared.name
 
 
-def _name_inside(graph: ir.Graph, before: ir.Node | None, node: ir.Node) -> None:
-    """Names the nodes after `before` and their outputs by the node whose body they are."""
-    added: list[ir.Node] = []
-    for new in reversed(graph):
-        if new is before:
+def _name_body_nodes(graph: ir.Graph, last_node: ir.Node | None, node: ir.Node) -> None:
+    """Name the nodes after `last_node`, which are the body of `node`, and their outputs after `node`."""
+    body_nodes: list[ir.Node] = []
+    for body_node in reversed(graph):
+        if body_node is last_node:
             break
-        added.append(new)
-    for number, new in enumerate(reversed(added)):
-        new.name = f"{node.name}/{new.op_type}_{number}"
-        for value in new.outputs:
-            value.name = new.name if len(new.outputs) == 1 else f"{new.name}.{value.index()}"
+        body_nodes.append(body_node)
+    for number, body_node in enumerate(reversed(body_nodes)):
+        body_node.name = f"{node.name}/{body_node.op_type}_{number}"
+        for value in body_node.outputs:
+            value.name = body_node.name if len(body_node.outputs) == 1 else f"{body_node.name}.{value.index()}"
 
 
 def build_body(op: Builder, node: ir.Node, inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
-    """Appends the body of `node` for these inputs; its outputs, None for one that is not used and not built.
+    """Append the body of `node` for these inputs; return its outputs, None for an unused one that is not built.
 
     Raises:
-        GraphError: the body gives another number of outputs, or an output of another type, than the definition says.
+        GraphError: the number or a type of the outputs differs from the definition's.
     """
     definition = definition_of(node)
     body = body_of(node)
     assert body is not None
-    call = _called(definition, node, inputs)
+    call = _node_with_inputs(definition, node, inputs)
     try:
         result = body(op, definition.view(call))
         outputs: list[ir.Value | None] = [result] if isinstance(result, ir.Value) else list(result)
         _check_outputs(node, call, outputs)
     finally:
-        for index in range(len(call.inputs)):  # the call itself is no part of the graph: take it off its inputs' users
+        for index in range(len(call.inputs)):  # it is not in the graph: remove it from the uses of its inputs
             call.replace_input_with(index, None)
     return outputs
 
 
-def _called(definition: OpDef, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
-    """The node with other inputs, typed by its definition, in no graph."""
+def _node_with_inputs(definition: OpDef, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
+    """Return a copy of the node with other inputs, typed by its definition, in no graph."""
     call = ir.Node(
         node.domain,
         node.op_type,
@@ -180,26 +184,28 @@ def _called(definition: OpDef, node: ir.Node, inputs: Sequence[ir.Value | None])
 
 
 def _check_outputs(node: ir.Node, call: ir.Node, outputs: Sequence[ir.Value | None]) -> None:
-    where = f"the body of {traversal.describe(node)}"
+    label = f"the body of {traversal.describe(node)}"
     if len(outputs) != len(call.outputs):
-        raise GraphError(f"{where} has another number of outputs", expected=len(call.outputs), got=len(outputs))
+        raise GraphError(
+            f"{label} has a wrong number of outputs", expected=f"{len(call.outputs)}, as defined", got=len(outputs)
+        )
     for declared, value, original in zip(call.outputs, outputs, node.outputs, strict=True):
         if value is None:
             if traversal.is_used(original):
-                raise GraphError(f"{where} does not build its output {original.name}, which is used")
+                raise GraphError(f"{label} does not build the output {original.name}, which is used", got="None")
         elif not compatible(type_of(declared), type_of(value)):
             raise GraphError(
-                f"{where} has an output of another type",
+                f"{label} has an output of a wrong type",
                 expected=format_type(type_of(declared)),
                 got=format_type(type_of(value)),
             )
 
 
 def close(graph: ir.Graph, outputs: Sequence[ir.Value], names: Sequence[str | None]) -> None:
-    """Makes these values the graph's outputs under these names.
+    """Make these values the graph's outputs, with these names.
 
-    An input, an initializer or a value that is an output already goes through an Identity: ONNX wants outputs to be
-    made by nodes, each by its own.
+    An input, an initializer or a value that is an output already is passed through an Identity, because ONNX requires
+    each output to be a different node's output.
     """
     taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
     for value, name in zip(outputs, names, strict=True):
@@ -208,7 +214,7 @@ def close(graph: ir.Graph, outputs: Sequence[ir.Value], names: Sequence[str | No
             node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
             graph.append(node)
             value = node.outputs[0]
-        while name in taken:  # an output that was an input, or another output, had its name
+        while name in taken:  # the name of an input or of another output
             name = f"{name}_copy"
         taken.add(name)
         value.name = name
@@ -216,13 +222,13 @@ def close(graph: ir.Graph, outputs: Sequence[ir.Value], names: Sequence[str | No
 
 
 def has_effects(node: ir.Node) -> bool:
-    """Whether the node does something besides computing its outputs; to wait for sizes is no such thing."""
+    """Return whether the node does something besides computing its outputs; a host sync does not count."""
     return bool(definition_of(node).effects & ~Effects.HOST_SYNC)
 
 
 def import_opsets(graph: ir.Graph) -> None:
-    """Lets the graph import the domains of its nodes and no others."""
-    known = {ONNX: OPSET, **graph.opset_imports}
+    """Import the opsets of the domains of the graph's nodes, and no others."""
+    versions = {ONNX: OPSET, **graph.opset_imports}
     domains = dict.fromkeys(node.domain for node in graph.all_nodes())
     graph.opset_imports.clear()
-    graph.opset_imports.update({domain: known.get(domain, 1) for domain in (ONNX, *domains)})
+    graph.opset_imports.update({domain: versions.get(domain, 1) for domain in (ONNX, *domains)})

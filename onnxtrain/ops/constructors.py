@@ -1,4 +1,4 @@
-"""Functions that define whole classes of ops: each fills the fields of `OpDef` that the class has in common."""
+"""Constructors for classes of ops: each fills the fields of `OpDef` that the class has in common."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def define_unary(
     fusion: Fusion | None = FUSIBLE,
     cpp_expression: str = "",
 ) -> OpDef:
-    """Defines y = f(x), elementwise, in x's type. `gradient` is (op, n, dy) -> dx; None: not differentiable.
+    """Define y = f(x), elementwise, in x's type.
 
-    `first` are kernels that are tried before `lower`.
+    `gradient` is (op, n, dy) -> dx; None: not differentiable. `preferred_kernels` are tried before `lower`.
     """
 
     def capture(op: Builder, x: ir.Value) -> Any:
@@ -140,16 +140,16 @@ def define_binary(
     commutative: bool = False,
     cpp_expression: str = "",
 ) -> OpDef:
-    """Defines y = f(a, b), elementwise with broadcasting. `gradient` is (op, n, dy) -> (da, db).
+    """Define y = f(a, b), elementwise with broadcasting. `gradient` is (op, n, dy) -> (da, db).
 
-    `symbol` is the Python operator that computes it. It takes Python numbers on either side, as does a kernel with
-    `accepts_scalars`; `lower` replaces the plain call of `kernel`.
+    `symbol` is the Python operator that computes it, which accepts Python numbers on either side, as does a kernel with
+    `accepts_scalars`. `lower` replaces the call of `kernel`.
     """
     if lower is None and symbol:
         infix = symbol  # narrows the type inside the lambda
         lower = lambda n, a, b: Infix(infix, kernel, a, b)
     lower = lower or (lambda n, a, b: Call(kernel, a, b))
-    scalars, in_place = accepts_scalars or symbol is not None, 0 if symbol else None
+    accepts_scalars, in_place_input = accepts_scalars or symbol is not None, 0 if symbol else None
     return define(
         OpDef(
             domain=domain,
@@ -164,7 +164,7 @@ def define_binary(
             ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             nondiff_inputs=nondiff_inputs,
-            kernels=(Kernel(lower=lower, accepts_scalars=scalars, in_place_input=in_place),),
+            kernels=(Kernel(lower=lower, accepts_scalars=accepts_scalars, in_place_input=in_place_input),),
             axes=lambda n: "..., ... -> ...",
             effects=Effects.NONE,
             aliases={},
@@ -183,7 +183,7 @@ def _on_host(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 def elementwise_on_host(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    """`function` on sizes: ints, or tuples of ints of one length or of length 1."""
+    """Apply `function` to sizes: ints, or tuples of ints of equal length or of length 1."""
     if not isinstance(a, tuple) and not isinstance(b, tuple):
         return function(a, b)
     left = a if isinstance(a, tuple) else (a,)
@@ -193,7 +193,7 @@ def elementwise_on_host(function: Callable[[Any, Any], Any], a: Any, b: Any) -> 
     return tuple(function(x, y) for x, y in zip(left, right, strict=True))
 
 
-# Ops with a body and kernels of their own
+# Ops with a body and kernels
 
 
 class OptionalFields(TypedDict, total=False):
@@ -225,7 +225,7 @@ def define_fused(
     flops: Callable[[NodeView], Size],
     attributes: Mapping[str, Any] | None = None,
     from_torch: Mapping[str, FromTorch] | None = None,
-    # Backward ops have none: second order runs in PyTorch.
+    # Backward ops are not differentiable: PyTorch computes second-order gradients.
     gradient: tuple[Gradient, ...] | Literal[NotDifferentiable.NOT_DIFFERENTIABLE] = NOT_DIFFERENTIABLE,
     nondiff_inputs: frozenset[str] = frozenset(),
     since_version: int = 1,
@@ -238,8 +238,8 @@ def define_fused(
     atomic_on_gpu: bool = False,
     **optional_fields: Unpack[OptionalFields],
 ) -> OpDef:
-    """Defines an op by its body and kernels: `kernels`, then `lower` with `others` beside it. See `_with_others`."""
-    own = Kernel(
+    """Define an op by its body and kernels: `kernels`, then that of `lower` and its alternatives `others`."""
+    kernel = Kernel(
         lower=lower,
         host_inputs=host_inputs,
         synchronizes=synchronizes,
@@ -260,7 +260,7 @@ def define_fused(
             ort_compatible=always if body is STANDARD else never,
             gradient=gradient,
             nondiff_inputs=nondiff_inputs,
-            kernels=(*kernels, *_with_others(own, others, atomic_on_gpu)),
+            kernels=(*kernels, *_with_alternatives(kernel, others, atomic_on_gpu)),
             axes=axes,
             effects=Effects.NONE,
             aliases={},
@@ -274,15 +274,15 @@ def define_fused(
     )
 
 
-def _with_others(kernel: Kernel, others: tuple[Kernel, ...], atomic_on_gpu: bool) -> tuple[Kernel, ...]:
-    """A kernel that may add in a fixed order on a CPU only, and others: expected seconds, then measurements decide.
+def _with_alternatives(kernel: Kernel, others: tuple[Kernel, ...], atomic_on_gpu: bool) -> tuple[Kernel, ...]:
+    """Return a kernel and its alternatives; expected seconds, then measurements choose between them.
 
-    `atomic_on_gpu`: on a GPU it adds in no fixed order.
+    With `atomic_on_gpu` the kernel is not deterministic on a GPU, where it adds atomically.
     """
-    own = replace(kernel, name="aten" if others else "")
+    kernel = replace(kernel, name="aten" if others else "")
     if not atomic_on_gpu:
-        return own, *others
-    return replace(own, applies=lambda node, device: device == "cpu"), replace(own, deterministic=False), *others
+        return kernel, *others
+    return replace(kernel, applies=lambda node, device: device == "cpu"), replace(kernel, deterministic=False), *others
 
 
 # Ops that are differentiated through their body
@@ -321,10 +321,10 @@ def define_by_body(
     effects: Effects = Effects.NONE,
     aliases: Mapping[int, int] | None = None,
 ) -> OpDef:
-    """Defines an op by its body.
+    """Define an op by its body.
 
-    Its output has the type of the first input where `shapes` says nothing else. Stock onnxruntime's kernel may run
-    an op of ONNX's own domain; one of com.microsoft is always written out, unless `ort_compatible` says otherwise.
+    Without `shapes` its output has the type of the first input. Without `ort_compatible`, stock onnxruntime's kernel
+    may run an op of ONNX's own domain, and an op of another domain is always expanded into its body.
     """
     return define(
         OpDef(

@@ -178,7 +178,9 @@ class NodeView:
             if attribute is None:
                 default = definition.attributes[name]
                 if default is REQUIRED:
-                    raise GraphError(f"{definition.name} lacks the required attribute {name}")
+                    raise GraphError(
+                        f"{definition.name}: the required attribute {name} is missing", where=self.node.name
+                    )
                 return default
             return _attribute_value(attribute)
         slot = definition.slots.get(name)

@@ -1,4 +1,4 @@
-"""Element types in PyTorch and in ONNX, and which of them ops compute in."""
+"""Element types in PyTorch and in ONNX, and the types that ops compute in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCH_DTYPES: dict[ir.DataType, torch.dtype] = {
     ir.DataType.INT16: torch.int16,
     ir.DataType.INT8: torch.int8,
     ir.DataType.UINT8: torch.uint8,
-    ir.DataType.UINT32: torch.uint32,  # words of bits: PyTorch computes little with them
+    ir.DataType.UINT32: torch.uint32,  # for bit masks: PyTorch supports few operators on it
     ir.DataType.BOOL: torch.bool,
     ir.DataType.COMPLEX64: torch.complex64,
     ir.DataType.COMPLEX128: torch.complex128,
@@ -31,7 +31,7 @@ ONNX_DTYPES: dict[torch.dtype, ir.DataType] = {t: o for o, t in TORCH_DTYPES.ite
 
 
 def comparison_dtype(op: Builder, a: ir.Value, b: Any) -> ir.DataType:
-    """The type in which PyTorch compares a with b (its own promotion rule, asked on empty tensors)."""
+    """Return the type in which PyTorch compares a with b, by its own promotion rule on empty tensors."""
     operands = [
         torch.empty((1,) * rank_of(v), dtype=TORCH_DTYPES[dtype_of(v)]) if isinstance(v, ir.Value) else v
         for v in (a, 0 if isinstance(b, str) else b)
@@ -40,5 +40,5 @@ def comparison_dtype(op: Builder, a: ir.Value, b: Any) -> ir.DataType:
 
 
 def accumulation_dtype(dtype: ir.DataType) -> ir.DataType:
-    """The type in which norms and losses of `dtype` are computed and keep what backward needs: float32, or double."""
+    """Return the type in which norms and losses of `dtype` are computed and saved for backward: float32 or double."""
     return ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT

@@ -1,10 +1,10 @@
-"""GEMM and convolution fused with an activation, as ONNX Runtime writes them for inference.
+"""GEMM and convolution fused with an activation: ops that ONNX Runtime's inference optimizer writes.
 
     FusedGemm(a, b, c) -> activation(alpha * a @ b + beta * c)
     FusedConv(x, w, b, z) -> activation(conv(x, w, b) + z)
 
-`activation` is the name of an ONNX op; its attributes are given by activation_alpha, activation_beta or
-activation_params, in the order of the op's own.
+`activation` is the name of an ONNX op. Its attributes are in activation_alpha and activation_beta, or in
+activation_params, in the op's order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onnxtrain.ops.constructors import define_by_body, elementwise_flops, no_axe
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.sliding_windows import attribute_per_axis, spatial_sizes, symmetric_pads, window_count
 
-# For each activation its attributes in order, with ONNX's defaults, and PyTorch's function of x and these.
+# For each activation: its attributes in order, with ONNX's defaults, and PyTorch's function of x and these.
 _ACTIVATIONS: dict[str, tuple[dict[str, float], Any]] = {
     "": ({}, torch.clone),
     "Relu": ({}, torch.relu),
@@ -36,25 +36,27 @@ _ACTIVATIONS: dict[str, tuple[dict[str, float], Any]] = {
 }
 
 
-def _activation(n: NodeView, given: Sequence[float | None]) -> tuple[str, dict[str, float]]:
-    """The activation's name and attributes, as the node has them or else ONNX's."""
+def _activation(n: NodeView, values: Sequence[float | None]) -> tuple[str, dict[str, float]]:
+    """Return the activation's name and attributes; ONNX's default for a value that is None or missing."""
     name = n.activation or ""
     if name not in _ACTIVATIONS:
-        raise GraphError(f"{n.definition.name} does not know the activation", ", ".join(_ACTIVATIONS), name)
+        raise GraphError(
+            f"{n.definition.name}: unsupported activation", expected=", ".join(filter(None, _ACTIVATIONS)), got=name
+        )
     defaults = _ACTIVATIONS[name][0]
-    numbers = [*given, *[None] * len(defaults)]
-    return name, {k: d if v is None else v for (k, d), v in zip(defaults.items(), numbers, strict=False)}
+    padded = [*values, *[None] * len(defaults)]
+    return name, {k: default if v is None else v for (k, default), v in zip(defaults.items(), padded, strict=False)}
 
 
-def _of_gemm(n: NodeView) -> tuple[str, dict[str, float]]:
+def _gemm_activation(n: NodeView) -> tuple[str, dict[str, float]]:
     return _activation(n, (n.activation_alpha, n.activation_beta))
 
 
-def _of_conv(n: NodeView) -> tuple[str, dict[str, float]]:
+def _conv_activation(n: NodeView) -> tuple[str, dict[str, float]]:
     return _activation(n, n.activation_params or ())
 
 
-def _activated(op: Builder, x: ir.Value, name: str, attributes: dict[str, float]) -> ir.Value:
+def _apply_activation(op: Builder, x: ir.Value, name: str, attributes: dict[str, float]) -> ir.Value:
     if not name:
         return x
     if name == "Clip":
@@ -71,21 +73,21 @@ def _gemm_type(n: NodeView) -> Sequence[TensorType]:
 
 
 def _gemm_body(op: Builder, n: NodeView) -> ir.Value:
-    product = op.Gemm(n.a, n.b, n.c, alpha=n.alpha, beta=n.beta, transA=n.transA, transB=n.transB)
-    return _activated(op, product, *_of_gemm(n))
+    y = op.Gemm(n.a, n.b, n.c, alpha=n.alpha, beta=n.beta, transA=n.transA, transB=n.transB)
+    return _apply_activation(op, y, *_gemm_activation(n))
 
 
-def gemm_and(
-    a: torch.Tensor, b: torch.Tensor, c: Any, alpha: float, beta: float, function: Any, *how: float
+def gemm_with_activation(
+    a: torch.Tensor, b: torch.Tensor, c: Any, alpha: float, beta: float, activation: Any, *attributes: float
 ) -> torch.Tensor:
-    product = torch.mm(a, b).mul_(alpha) if c is None else torch.addmm(c, a, b, beta=beta, alpha=alpha)
-    return function(product, *how)  # type: ignore[no-any-return]
+    y = torch.mm(a, b).mul_(alpha) if c is None else torch.addmm(c, a, b, beta=beta, alpha=alpha)
+    return activation(y, *attributes)  # type: ignore[no-any-return]
 
 
 def _lower_gemm(n: NodeView, a: Any, b: Any, c: Any) -> Call:
-    name, attributes = _of_gemm(n)
+    name, attributes = _gemm_activation(n)
     a, b = (Call(torch.t, v) if trans else v for v, trans in ((a, n.transA), (b, n.transB)))
-    return Call(gemm_and, a, b, c, n.alpha, n.beta, _ACTIVATIONS[name][1], *attributes.values())
+    return Call(gemm_with_activation, a, b, c, n.alpha, n.beta, _ACTIVATIONS[name][1], *attributes.values())
 
 
 define_by_body(
@@ -113,10 +115,16 @@ define_by_body(
 # FusedConv
 
 
-def _conv_how(n: NodeView) -> tuple[list[int], list[int], list[int]]:
+def _window(n: NodeView) -> tuple[list[int], list[int], list[int]]:
+    """Return strides, padding and dilations, one of each per spatial axis."""
     count = rank_of(n.x) - 2
     if n.auto_pad not in ("NOTSET", "VALID"):
-        raise GraphError("FusedConv takes its padding as numbers", got=n.auto_pad)
+        raise GraphError(
+            "FusedConv: unsupported auto_pad",
+            expected="NOTSET or VALID",
+            got=n.auto_pad,
+            todo="use pads instead",
+        )
     return (
         attribute_per_axis(n, "strides", count, 1),
         symmetric_pads(n, count),
@@ -125,29 +133,30 @@ def _conv_how(n: NodeView) -> tuple[list[int], list[int], list[int]]:
 
 
 def _conv_type(n: NodeView) -> Sequence[TensorType]:
-    axes = zip(spatial_sizes(n.x), spatial_sizes(n.w), *_conv_how(n), strict=True)
+    axes = zip(spatial_sizes(n.x), spatial_sizes(n.w), *_window(n), strict=True)
     inner = [window_count(s, k, stride, pad, dilation) for s, k, stride, pad, dilation in axes]
     return (TensorType(dtype_of(n.x), (sizes.dims_of(n.x)[0], sizes.dims_of(n.w)[0], *inner)),)
 
 
 def _conv_body(op: Builder, n: NodeView) -> ir.Value:
-    strides, pads, dilations = _conv_how(n)
+    strides, pads, dilations = _window(n)
     y = op.Conv(n.x, n.w, n.b, strides=strides, pads=pads * 2, dilations=dilations, group=n.group)
-    return _activated(op, y if n.z is None else op.Add(y, n.z), *_of_conv(n))
+    return _apply_activation(op, y if n.z is None else op.Add(y, n.z), *_conv_activation(n))
 
 
-def conv_and(
-    x: torch.Tensor, w: torch.Tensor, b: Any, z: Any, how: Any, function: Any, *numbers: float
+def conv_with_activation(
+    x: torch.Tensor, w: torch.Tensor, b: Any, z: Any, convolution: Any, activation: Any, *attributes: float
 ) -> torch.Tensor:
-    y = torch.convolution(x, w, b, *how)
-    return function(y if z is None else y + z, *numbers)  # type: ignore[no-any-return]
+    """Return activation(conv(x, w, b) + z); `convolution` holds the other arguments of torch.convolution."""
+    y = torch.convolution(x, w, b, *convolution)
+    return activation(y if z is None else y + z, *attributes)  # type: ignore[no-any-return]
 
 
 def _lower_conv(n: NodeView, x: Any, w: Any, b: Any, z: Any) -> Call:
-    strides, pads, dilations = _conv_how(n)
-    name, attributes = _of_conv(n)
-    how = (strides, pads, dilations, False, [0] * len(pads), n.group)
-    return Call(conv_and, x, w, b, z, how, _ACTIVATIONS[name][1], *attributes.values())
+    strides, pads, dilations = _window(n)
+    name, attributes = _conv_activation(n)
+    convolution = (strides, pads, dilations, False, [0] * len(pads), n.group)
+    return Call(conv_with_activation, x, w, b, z, convolution, _ACTIVATIONS[name][1], *attributes.values())
 
 
 define_by_body(

@@ -20,7 +20,7 @@ def first_cotangent(n: NodeView, cotangents: Sequence[ir.Value | None]) -> ir.Va
     if first is None or any(c is not None for c in others):
         names = ", ".join(name for name, c in zip(n.definition.outputs, cotangents, strict=True) if c is not None)
         raise GraphError(
-            f"{n.definition.name} is differentiated by its first output alone",
+            f"{n.definition.name}: only the first output is differentiable",
             expected=f"a gradient of {n.definition.outputs[0]} only",
             got=f"a gradient of {names or 'none'}",
         )

@@ -1,13 +1,13 @@
-"""Graphs whose ops of ours stay, with their bodies beside them as model-local functions.
+"""Write the bodies of ops as model-local functions, which the graph's nodes call.
 
     GeluGrad(dy, x)  ->  GeluGrad(dy, x)    and    function GeluGrad(dy, x) -> dx { Mul, Erf, Exp, ... }
 
-A body depends on ranks, element types, attributes and which optional inputs are there. Each such case is a function of
-its own: all have the op's name, the first no overload, the others "1", "2", ... Sizes do not count: a function computes
-those that it needs from its inputs. Only a body that asks for a number gets one function for each number, and one that
-is written by the sizes of an input (`sized`) one for each of these.
+A body depends on ranks, element types, attributes and the presence of optional inputs. Each such case is a separate
+function: all have the op's name, the first has no overload, the others "1", "2", ... Sizes are no part of a case: a
+function computes those that it needs from its inputs. Only if a body needs the value of a size, or is written for the
+sizes of an input (`static_shape_inputs`), there is one function for each of these.
 
-Functions call no functions: onnxruntime 1.31 takes the wrong overload inside a function, without a word.
+Functions call no functions: inside a function, onnxruntime 1.31 silently calls the wrong overload.
 """
 
 from __future__ import annotations
@@ -29,54 +29,55 @@ from onnxtrain.ops.definition import OPSET, NoBody, OpDef
 from onnxtrain.ops.registry import builder, definition_of
 from onnxtrain.ops.symbolic_ints import known_ints
 
-_FEW = 64  # elements of an integer constant that a body may look at (axes, shapes)
+_MAX_CONSTANT_SIZE = 64  # elements of a constant whose values a body may read (axes, shapes)
 
 
 def as_functions(model: ir.Model) -> ir.Model:
-    """A copy in which every op with a body is a call of a model-local function.
+    """Return a copy in which every op with a body is a call of a model-local function.
 
-    Ops without a body (PythonOp, ATen) stay as they are. An op of ONNX's own domain cannot be a function there: its
-    body, where it has one, is inlined.
+    Ops without a body (PythonOp, ATen) are unchanged. Functions cannot be in ONNX's own domain: bodies of ops in that
+    domain are inlined.
     """
     copy = inline_bodies(model, keep=lambda node: node.domain != ONNX or body_of(node) is None)
     functions = _Functions()
     for node in copy.graph.all_nodes():
         if body_of(node) is not None:
             node.overload = functions.overload_for(node)
-    for function in functions.made:
-        _forget_sizes(function)
-    return traversal.with_graph(copy, copy.graph, functions.made)
+    for function in functions.created:
+        _drop_sizes(function)
+    return traversal.with_graph(copy, copy.graph, functions.created)
 
 
-def _forget_sizes(function: ir.Function) -> None:
-    """Leaves the ranks of a function's values only: a symbol stands for another size in each call.
+def _drop_sizes(function: ir.Function) -> None:
+    """Keep only the ranks of a function's values: a symbol is a different size in each call.
 
-    Tools that inline functions copy the symbols, and onnxruntime gives tensors of equal shapes one buffer.
+    Tools that inline functions copy the symbols, and onnxruntime shares buffers between tensors of equal shapes.
     """
-    inner = (value for node in function for graph in traversal.subgraphs(node) for value in graph.inputs)
-    for value in (*function.inputs, *inner, *(output for node in function.all_nodes() for output in node.outputs)):
+    subgraph_inputs = (value for node in function for graph in traversal.subgraphs(node) for value in graph.inputs)
+    results = (output for node in function.all_nodes() for output in node.outputs)
+    for value in (*function.inputs, *subgraph_inputs, *results):
         if value.shape is not None:
             value.shape = ir.Shape([None] * len(value.shape))
 
 
-class _Known(enum.IntEnum):
-    """What a body is told of the sizes of its inputs; the least that it can do with is best."""
+class _SizeDetail(enum.IntEnum):
+    """How much a body is told of the sizes of its inputs. The least that is enough makes the fewest functions."""
 
-    NAMES = 0  # equal sizes have one name
-    RELATIONS = 1  # and a size may be a compound of others
-    NUMBERS = 2  # and numbers are numbers
+    NAMES = 0  # a symbol per distinct size
+    RELATIONS = 1  # a size may also be an expression of others
+    VALUES = 2  # static sizes are integers
 
 
 @dataclass(frozen=True)
 class _Case:
-    """What a body may look at: the key of a function, and the function's inputs."""
+    """All that a body may depend on: the key of a function, and the function's inputs."""
 
     key: tuple[Any, ...]
     inputs: tuple[ir.Value | None, ...]
     caller: Mapping[str, Size]  # the caller's size for each symbol of the function
 
     def returns(self, node: ir.Node, outputs: Sequence[TensorType]) -> bool:
-        """Whether a function with these output types gives what the node is declared to give."""
+        """Return whether these output types of the function, in the caller's sizes, are the node's declared types."""
         return all(
             type_of(value) == TensorType(dtype, tuple(_substitute(size, self.caller) for size in shape))
             for value, (dtype, shape) in zip(node.outputs, outputs, strict=True)
@@ -84,42 +85,42 @@ class _Case:
 
 
 class _Functions:
-    """The functions made so far, one for each case of each op; None for a case whose body asks for more."""
+    """The functions created so far, by case of each op; None if the body needs more detail of the sizes."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[Any, ...], ir.Function | None] = {}
+        self._by_case: dict[tuple[Any, ...], ir.Function | None] = {}
 
     @property
-    def made(self) -> list[ir.Function]:
-        return [function for function in self._of.values() if function is not None]
+    def created(self) -> list[ir.Function]:
+        return [function for function in self._by_case.values() if function is not None]
 
     def overload_for(self, node: ir.Node) -> str:
-        """The overload of the function that computes this node, made if there is none."""
-        for known in _Known:
-            case = _case(node, known)
-            if case.key not in self._of:
-                self._of[case.key] = self._make(node, case, known)
-            function = self._of[case.key]
+        """Return the overload of the function that computes this node, created if there is none."""
+        for detail in _SizeDetail:
+            case = _case(node, detail)
+            if case.key not in self._by_case:
+                self._by_case[case.key] = self._create(node, case, detail)
+            function = self._by_case[case.key]
             if function is None:
                 continue
-            if known is _Known.NUMBERS or case.returns(node, [type_of(value) for value in function.outputs]):
+            if detail is _SizeDetail.VALUES or case.returns(node, [type_of(value) for value in function.outputs]):
                 return function.overload
-        raise AssertionError("the last case raises an error or makes a function")
+        raise AssertionError("the case of the most detail raises an error or creates a function")
 
-    def _make(self, node: ir.Node, case: _Case, known: _Known) -> ir.Function | None:
+    def _create(self, node: ir.Node, case: _Case, detail: _SizeDetail) -> ir.Function | None:
         try:
             graph = _function_graph(node, case.inputs)
         except (GraphError, ValueError, TypeError):
-            if known is _Known.NUMBERS:
+            if detail is _SizeDetail.VALUES:
                 raise
             return None
-        if known is not _Known.NUMBERS and not case.returns(node, [type_of(value) for value in graph.outputs]):
+        if detail is not _SizeDetail.VALUES and not case.returns(node, [type_of(value) for value in graph.outputs]):
             return None
-        before = sum((f.domain, f.name) == (node.domain, node.op_type) for f in self.made)
+        overload_count = sum((f.domain, f.name) == (node.domain, node.op_type) for f in self.created)
         function = ir.Function(
             node.domain,
             node.op_type,
-            str(before) if before else "",
+            str(overload_count) if overload_count else "",
             graph=graph,
             attributes=list(node.attributes.values()),
         )
@@ -127,7 +128,7 @@ class _Functions:
         return function
 
 
-def _case(node: ir.Node, level: _Known) -> _Case:
+def _case(node: ir.Node, detail: _SizeDetail) -> _Case:
     present = [value for value in node.inputs if value is not None]
     definition = definition_of(node)
     input_names = _input_names(definition, len(node.inputs))
@@ -136,7 +137,7 @@ def _case(node: ir.Node, level: _Known) -> _Case:
         for v, name in zip(node.inputs, input_names, strict=True)
         if v and name in definition.static_shape_inputs
     )
-    names = _LocalSizes(present, level, {size for shape in shapes for size in shape if isinstance(size, int)})
+    names = _LocalSizes(present, detail, {size for shape in shapes for size in shape if isinstance(size, int)})
     inputs: list[ir.Value | None] = []
     key: list[Any] = []
     for value, name in zip(node.inputs, input_names, strict=True):
@@ -146,30 +147,30 @@ def _case(node: ir.Node, level: _Known) -> _Case:
             continue
         local = ir.Value(name=name)
         set_type(local, TensorType(dtype_of(value), names.local(sizes.dims_of(value))))
-        baked = _baked(value, level)
-        local.const_value = baked
-        if baked is not None and "scalar" in value.meta:
+        constant = _readable_constant(value, detail)
+        local.const_value = constant
+        if constant is not None and "scalar" in value.meta:
             local.meta["scalar"] = value.meta["scalar"]
-        known = None if baked is not None else _held(value)
-        if known is not None:
-            local.meta["sizes"] = known = names.local(known)
+        held_sizes = None if constant is not None else _held_sizes(value)
+        if held_sizes is not None:
+            local.meta["sizes"] = held_sizes = names.local(held_sizes)
         inputs.append(local)
-        key.append((type_of(local), known, None if baked is None else baked.numpy().tobytes()))
+        key.append((type_of(local), held_sizes, None if constant is None else constant.numpy().tobytes()))
     attributes = tuple((a.name, _attribute_key(a)) for a in sorted(node.attributes.values(), key=lambda a: a.name))
-    identity = (node.domain, node.op_type, len(node.outputs), attributes, tuple(key), level)
+    identity = (node.domain, node.op_type, len(node.outputs), attributes, tuple(key), detail)
     return _Case(identity, tuple(inputs), names.caller)
 
 
-def _baked(value: ir.Value, level: _Known) -> ir.TensorProtocol | None:
-    """The constant that the body may look at: small integer ones, and those of any type at NUMBERS."""
+def _readable_constant(value: ir.Value, detail: _SizeDetail) -> ir.TensorProtocol | None:
+    """Return the constant that the body may read: a small one of int64, or with VALUES of any type."""
     tensor = value.const_value
-    if tensor is None or tensor.size > _FEW:
+    if tensor is None or tensor.size > _MAX_CONSTANT_SIZE:
         return None
-    return tensor if tensor.dtype == ir.DataType.INT64 or (level is _Known.NUMBERS) else None
+    return tensor if tensor.dtype == ir.DataType.INT64 or detail is _SizeDetail.VALUES else None
 
 
-def _held(value: ir.Value) -> Sizes | None:
-    """The sizes that an integer or a short vector of integers holds, where they are known."""
+def _held_sizes(value: ir.Value) -> Sizes | None:
+    """Return the sizes that a computed int64 scalar or vector holds; None if they are unknown."""
     if dtype_of(value) != ir.DataType.INT64 or len(sizes.dims_of(value)) > 1 or value.const_value is not None:
         return None
     return known_ints(value)
@@ -183,49 +184,53 @@ def _attribute_key(attribute: ir.Attr) -> Any:
 
 
 class _LocalSizes:
-    """Gives the sizes of a call names of the function's own.
+    """Map the sizes of a call to symbols of the function.
 
-    A compound (2*s0) stays one, from RELATIONS on, where its symbols are sizes themselves. 0, 1 and `numbers` are what
-    they are.
+    An expression (2*s0) stays one, from RELATIONS on, if its symbols are sizes of dimensions. 0, 1 and `static_sizes`
+    stay integers.
+
+    Attributes:
+        caller: the caller's size for each symbol of the function.
     """
 
-    def __init__(self, values: Sequence[ir.Value], level: _Known, numbers: set[int]) -> None:
-        self._numbers = {0, 1} | numbers
+    def __init__(self, values: Sequence[ir.Value], detail: _SizeDetail, static_sizes: set[int]) -> None:
+        self._static_sizes = {0, 1} | static_sizes
         self.caller: dict[str, Size] = {}
-        self._level = level
+        self._detail = detail
         self._local: dict[Size, str] = {}
         dims = [size for value in values for size in sizes.dims_of(value)]
-        self._plain = {size for size in dims if isinstance(size, str) and size.isidentifier()}
+        self._dim_symbols = {size for size in dims if isinstance(size, str) and size.isidentifier()}
 
     def local(self, shape: Sizes) -> Sizes:
-        return tuple(map(self._one, shape))
+        """Return a shape of the call in symbols of the function."""
+        return tuple(map(self._local_size, shape))
 
-    def _one(self, size: Size) -> Size:
+    def _local_size(self, size: Size) -> Size:
         if isinstance(size, int):
-            return size if self._level is _Known.NUMBERS or size in self._numbers else self._named(size)
-        parts = sizes.symbols(size)
-        if self._level is _Known.NAMES or size.isidentifier() or not parts <= self._plain:
-            return self._named(size)
-        return _substitute(size, {part: self._named(part) for part in sorted(parts)})
+            return size if self._detail is _SizeDetail.VALUES or size in self._static_sizes else self._symbol(size)
+        symbols = sizes.symbols(size)
+        if self._detail is _SizeDetail.NAMES or size.isidentifier() or not symbols <= self._dim_symbols:
+            return self._symbol(size)
+        return _substitute(size, {symbol: self._symbol(symbol) for symbol in sorted(symbols)})
 
-    def _named(self, size: Size) -> str:
+    def _symbol(self, size: Size) -> str:
         if size not in self._local:
             self._local[size] = name = f"d{len(self._local)}"
             self.caller[name] = size
         return self._local[size]
 
 
-def _substitute(size: Size, known: Mapping[str, Size]) -> Size:
+def _substitute(size: Size, values: Mapping[str, Size]) -> Size:
     if isinstance(size, int):
         return size
-    if size in known:
-        return known[size]
-    replaced = {sizes.symbol(name): sizes.parse(known[name]) for name in sizes.symbols(size) if name in known}
+    if size in values:
+        return values[size]
+    replaced = {sizes.symbol(name): sizes.parse(values[name]) for name in sizes.symbols(size) if name in values}
     return sizes.from_sympy(sizes.parse(size).subs(replaced, simultaneous=True))
 
 
 def _input_names(definition: OpDef, count: int) -> list[str]:
-    """The names of a function's inputs: those of the definition; a variadic's members are numbered."""
+    """Return the names of a function's inputs: those of the definition; members of a variadic input are numbered."""
     declared = definition.inputs
     names = [name.rstrip("?") for name in declared if not name.endswith("...")]
     if len(names) < len(declared):
@@ -241,17 +246,19 @@ def _output_names(definition: OpDef, count: int) -> list[str]:
 
 
 def _function_graph(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Graph:
-    """The body as a graph of standard ops, with Constant nodes in place of initializers."""
+    """Build the body as a graph of standard ops, with Constant nodes in place of initializers."""
     definition = definition_of(node)
     names = _input_names(definition, len(inputs))
-    formal = [ir.Value(name=name) if v is None else v for v, name in zip(inputs, names, strict=True)]
-    graph = ir.Graph(formal, [], nodes=(), name=node.op_type, opset_imports={ONNX: OPSET})
+    parameters = [ir.Value(name=name) if v is None else v for v, name in zip(inputs, names, strict=True)]
+    graph = ir.Graph(parameters, [], nodes=(), name=node.op_type, opset_imports={ONNX: OPSET})
     op = builder(graph)
-    _note_sizes(op, inputs)
+    _register_held_sizes(op, inputs)
     outputs: list[ir.Value] = []
     for index, value in enumerate(build_body(op, node, inputs)):
         if value is None:
-            raise GraphError(f"the body of {traversal.describe(node)} leaves out output {index}")
+            raise GraphError(
+                f"the body of {traversal.describe(node)} does not build output {index}, which its function returns"
+            )
         outputs.append(value)
     close(graph, outputs, _output_names(definition, len(outputs)))
     model = inline_bodies(graph, keep=lambda inner: isinstance(definition_of(inner).body, NoBody))
@@ -262,21 +269,22 @@ def _function_graph(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Grap
     return graph
 
 
-def _note_sizes(op: Builder, inputs: Sequence[ir.Value | None]) -> None:
-    """Lets the builder find a size that only a shape vector holds: at its place in the vector."""
+def _register_held_sizes(op: Builder, inputs: Sequence[ir.Value | None]) -> None:
+    """Let the builder read a size that no dimension has from the shape vector that holds it."""
     dims = {size for value in inputs if value is not None for size in sizes.dims_of(value)}
-    known: dict[str, ir.Value] = op.graph.meta.setdefault("size_values", {})
+    size_values: dict[str, ir.Value] = op.graph.meta.setdefault("size_values", {})
     for value in inputs:
         if value is None or value.const_value is not None:
             continue
         for index, size in enumerate(value.meta.get("sizes") or ()):
-            if isinstance(size, str) and size.isidentifier() and size not in dims and size not in known:
-                place = op.constant([index], ir.DataType.INT64)
-                known[size] = op.Gather(value, place, axis=0) if sizes.dims_of(value) else op.Unsqueeze(value, place)
+            if isinstance(size, str) and size.isidentifier() and size not in dims and size not in size_values:
+                position = op.constant([index], ir.DataType.INT64)
+                is_vector = bool(sizes.dims_of(value))
+                size_values[size] = op.Gather(value, position, axis=0) if is_vector else op.Unsqueeze(value, position)
 
 
 def _constants_to_nodes(graph: ir.Graph) -> None:
-    """Functions have no initializers."""
+    """Replace initializers by Constant nodes: functions have no initializers."""
     first = next(iter(graph), None)
     for value in list(graph.initializers.values()):
         assert value.const_value is not None
@@ -292,7 +300,7 @@ def _constants_to_nodes(graph: ir.Graph) -> None:
 
 
 def _describe(node: ir.Node, graph: ir.Graph) -> str:
-    """The case that a function is made for, to be read beside its overload."""
+    """Describe the case of a function in its doc string."""
     parts = [_typed(v) for v in graph.inputs] + [f"{a.name}={a.value!r}" for a in node.attributes.values()]
     return f"{node.op_type}({', '.join(parts)}) -> {', '.join(map(_typed, graph.outputs))}"
 

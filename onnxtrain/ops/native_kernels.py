@@ -1,4 +1,4 @@
-"""Whether a node may run compiled C++ (`onnxtrain.native`): the kernels in C++ ask it in their `applies`."""
+"""Whether a node may run a C++ kernel of `onnxtrain.native`: those kernels call it in their `applies`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of optimizers, one parameter each.
+"""Optimizer steps for one parameter.
 
     AdamWStep(weight, gradient, m, v, step_size, epsilon, decay) -> weight', m', v'
         m' = beta1 * m + (1 - beta1) * gradient         v' = beta2 * v + (1 - beta2) * gradient^2
@@ -7,8 +7,8 @@
     SGDStep(weight, gradient, buffer, learning_rate) -> weight', buffer'
         buffer' = momentum * buffer + gradient          weight' = weight - learning_rate * buffer'
 
-step_size, epsilon and decay are 0-dimensional; the corrections of bias are in them, since they are the same for all
-parameters. All is computed in the type of m, which is float32 where the weight is of half precision.
+step_size, epsilon and decay are scalars. They include the bias corrections, which are the same for all parameters. All
+is computed in the type of m: float32 if the weight is of half precision.
 
 Source: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101 (algorithm 2).
 """
@@ -71,15 +71,15 @@ def adamw_step(
     beta2: float,
     decay_last: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step on copies, in as few passes as PyTorch's functions allow."""
+    """Return the new weight, m and v, in as few passes as PyTorch's functions allow; nothing is written in place."""
     wide, gradient = weight.to(m.dtype), gradient.to(m.dtype)
     m = torch.lerp(gradient, m, beta1)
     v = (v * beta2).addcmul_(gradient, gradient, value=1 - beta2)
     update = v.sqrt().add_(epsilon).reciprocal_().mul_(m).mul_(step_size)
     if decay is None:
         return (wide - update).to(weight.dtype), m, v
-    found = (wide - update).mul_(decay) if decay_last else wide * decay - update
-    return found.to(weight.dtype), m, v
+    wide = (wide - update).mul_(decay) if decay_last else wide * decay - update
+    return wide.to(weight.dtype), m, v
 
 
 def _lower_adamw(n: NodeView, *arguments: Any) -> Call:
@@ -122,7 +122,7 @@ def _sgd_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 def sgd_step(
     weight: Tensor, gradient: Tensor, buffer: Tensor, learning_rate: Tensor, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    """One step on copies."""
+    """Return the new weight and buffer; nothing is written in place."""
     buffer = (buffer * momentum).add_(gradient)
     return (weight - buffer * learning_rate).to(weight.dtype), buffer
 

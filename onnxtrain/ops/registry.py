@@ -20,7 +20,7 @@ def define(op: OpDef) -> OpDef:
     """Register a definition. Raises GraphError if the op or one of its ATen overloads is registered already."""
     key = (op.domain, op.name)
     if key in OPS:
-        raise GraphError(f"{op.domain}::{op.name} is defined twice")
+        raise GraphError(f"{op.domain or 'ai.onnx'}::{op.name} is defined twice")
     OPS[key] = op
     register_captures(op.from_torch)
     return op
@@ -34,7 +34,7 @@ def register_captures(from_torch: Mapping[str, FromTorch]) -> None:
     """
     duplicates = from_torch.keys() & FROM_TORCH.keys()
     if duplicates:
-        raise GraphError(f"{', '.join(sorted(duplicates))} is captured twice")
+        raise GraphError("ATen overloads are captured by two definitions", got=", ".join(sorted(duplicates)))
     FROM_TORCH.update(from_torch)
 
 
@@ -42,7 +42,10 @@ def lookup(domain: str, name: str) -> OpDef:
     """Return the definition of an op. Raises GraphError if there is none."""
     op = OPS.get((domain, name))
     if op is None:
-        raise GraphError(f"{domain or 'ai.onnx'}::{name} has no definition in onnxtrain.ops")
+        raise GraphError(
+            f"{domain or 'ai.onnx'}::{name} has no definition in onnxtrain.ops",
+            todo="define it (docs/development/adding-an-op.md)",
+        )
     return op
 
 

@@ -32,16 +32,16 @@ def ints_per_axis(argument: Any, count: int) -> list[Any]:
     Raises:
         TypeError: one of them is a symbolic size, which an attribute cannot hold.
     """
-    numbers = sizes_per_axis(argument, count)
-    if any(isinstance(number, str) for number in numbers):
-        raise TypeError(f"expected integers, got symbolic sizes: {numbers}")
-    return numbers
+    integers = sizes_per_axis(argument, count)
+    if any(isinstance(integer, str) for integer in integers):
+        raise TypeError(f"expected integers, got symbolic sizes: {integers}")
+    return integers
 
 
 def attribute_per_axis(n: NodeView, name: str, count: int, default: int) -> list[int]:
     """Return an attribute as one integer for each of `count` axes."""
-    given = getattr(n, name)
-    return [default] * count if given is None else list(given)
+    values = getattr(n, name)
+    return [default] * count if values is None else list(values)
 
 
 def symmetric_pads(n: NodeView, count: int) -> list[int]:
@@ -53,7 +53,8 @@ def symmetric_pads(n: NodeView, count: int) -> list[int]:
     pads = attribute_per_axis(n, "pads", 2 * count, 0)
     if pads[:count] != pads[count:]:
         raise GraphError(
-            f"{n.definition.name} needs the same padding at both ends of each axis",
+            f"{n.definition.name}: asymmetric padding is not supported",
+            expected="the same padding at both ends of each axis",
             got=str(pads),
             todo="pad with a Pad node before the op",
         )
@@ -92,9 +93,9 @@ def auto_padding(
     for size, window, stride, dilation in zip(inner, kernel, strides, dilations, strict=True):
         windows = sizes.floor_divide(sizes.add(size, stride - 1), stride)
         lacking = sizes.maximum(0, sizes.subtract(covered_size(windows, window, stride, dilation), size))
-        less = sizes.floor_divide(lacking, 2)
-        more = sizes.subtract(lacking, less)
-        padding.append((less, more) if auto_pad == "SAME_UPPER" else (more, less))
+        smaller = sizes.floor_divide(lacking, 2)
+        larger = sizes.subtract(lacking, smaller)
+        padding.append((smaller, larger) if auto_pad == "SAME_UPPER" else (larger, smaller))
     return padding
 
 
@@ -105,8 +106,8 @@ def window_count(
 
     With `ceil` the last window may extend beyond the padding, but must start before the padding at the end.
     """
-    both = sizes.multiply(2, pad) if after is None else sizes.add(pad, after)
-    span = sizes.subtract(sizes.add(size, both, -1), sizes.multiply(dilation, sizes.subtract(kernel, 1)))
+    padding = sizes.multiply(2, pad) if after is None else sizes.add(pad, after)
+    span = sizes.subtract(sizes.add(size, padding, -1), sizes.multiply(dilation, sizes.subtract(kernel, 1)))
     if not ceil:
         return sizes.add(sizes.floor_divide(span, stride), 1)
     fitting = sizes.add(sizes.floor_divide(sizes.add(span, stride - 1), stride), 1)
@@ -120,8 +121,8 @@ def covered_size(count: Size, kernel: Size, stride: int, dilation: int) -> Size:
     return sizes.add(between, sizes.multiply(dilation, sizes.subtract(kernel, 1)), 1)
 
 
-def product(numbers: Sequence[Size]) -> Size:
-    return sizes.multiply(1, *numbers)
+def product(factors: Sequence[Size]) -> Size:
+    return sizes.multiply(1, *factors)
 
 
 def spatial_sizes(x: ir.Value) -> Sizes:
@@ -130,31 +131,31 @@ def spatial_sizes(x: ir.Value) -> Sizes:
 
 
 def spatial_axes(letter: str, x: ir.Value) -> str:
-    """Return the spatial axes of x for an axis map, each marked as needed as a whole."""
+    """Return the spatial axes of x for an axis map, each marked as unsliceable."""
     return " ".join(f"[{letter}{i}]" for i in range(rank_of(x) - 2))
 
 
 def cropped(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[Size]) -> ir.Value:
     """Return the part of x that begins at `starts` and has sizes `lengths`, on the spatial axes."""
-    have = spatial_sizes(x)
-    if not any(starts) and tuple(lengths) == have:
+    shape = spatial_sizes(x)
+    if not any(starts) and tuple(lengths) == shape:
         return x
-    axes = range(2, 2 + len(have))
+    axes = range(2, 2 + len(shape))
     ends = [sizes.add(s, length) for s, length in zip(starts, lengths, strict=True)]
-    taken = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *lengths))
+    cropped_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *lengths))
     inputs = (x, op.sizes(list(starts)), op.sizes(ends), int64_vector(op, axes))
-    result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
+    result: ir.Value = op.node("", "Slice", inputs, {}, types=[cropped_type]).outputs[0]
     return result
 
 
-def strided(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int], count: Sizes) -> ir.Value:
-    """Return `count` positions of x along each spatial axis, `steps` apart."""
-    spans = (sizes.multiply(step, sizes.subtract(number, 1)) for step, number in zip(steps, count, strict=True))
+def strided(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int], counts: Sizes) -> ir.Value:
+    """Return `counts` positions of x along the spatial axes, `steps` apart."""
+    spans = (sizes.multiply(step, sizes.subtract(count, 1)) for step, count in zip(steps, counts, strict=True))
     ends = [sizes.add(start, span, 1) for start, span in zip(starts, spans, strict=True)]
     axes = int64_vector(op, range(2, 2 + len(starts)))
     inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes, op.sizes(list(steps)))
-    taken = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *count))
-    result: ir.Value = op.node("", "Slice", inputs, {}, types=[taken]).outputs[0]
+    strided_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *counts))
+    result: ir.Value = op.node("", "Slice", inputs, {}, types=[strided_type]).outputs[0]
     return result
 
 
@@ -162,10 +163,10 @@ def padded_at_end(op: Builder, x: ir.Value, missing: Sequence[Size]) -> ir.Value
     """Append this many zeros to each spatial axis."""
     if all(m == 0 for m in missing):
         return x
-    longer = tuple(sizes.add(have, m) for have, m in zip(spatial_sizes(x), missing, strict=True))
-    padded = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *longer))
+    padded_sizes = tuple(sizes.add(size, m) for size, m in zip(spatial_sizes(x), missing, strict=True))
+    padded_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *padded_sizes))
     axes = int64_vector(op, range(2, rank_of(x)))
     pads = op.sizes([0] * len(missing) + list(missing))
     inputs = (x, pads, op.scalar(0, like=x), axes)
-    result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded]).outputs[0]
+    result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded_type]).outputs[0]
     return result

@@ -111,7 +111,9 @@ def required_ints(value: ir.Value, use: str) -> Sizes:
     """
     integers = known_ints(value)
     if integers is None:
-        raise GraphError(f"{use} must follow from the sizes of the inputs", got=f"{value.name}, of unknown contents")
+        raise GraphError(
+            f"{use} must follow from constants and sizes of inputs", got=f"{value.name}, whose values are unknown"
+        )
     return integers
 
 

@@ -36,15 +36,15 @@ def wrap(
 def original(node: ir.Node) -> ir.Node:
     """Return the node that a Foreign node represents, with the same inputs and new outputs."""
     proto = onnx.NodeProto.FromString(node.attributes["node"].as_tensor().tobytes())
-    kept = ir.from_proto(proto)
+    stored = ir.from_proto(proto)
     return ir.Node(
-        kept.domain,
-        kept.op_type,
+        stored.domain,
+        stored.op_type,
         node.inputs,
-        list(kept.attributes.values()),
+        list(stored.attributes.values()),
         num_outputs=len(node.outputs),
         name=node.name,
-        doc_string=kept.doc_string,
+        doc_string=stored.doc_string,
         metadata_props=dict(node.metadata_props),
     )
 
@@ -54,17 +54,21 @@ def unwrap(graph: ir.Graph) -> None:
     for node in list(graph):
         if (node.domain, node.op_type) != (OWN, NAME):
             continue
-        kept = original(node)
-        for old, new in zip(node.outputs, kept.outputs, strict=True):
+        replacement = original(node)
+        for old, new in zip(node.outputs, replacement.outputs, strict=True):
             new.name, new.type, new.shape = old.name, old.type, old.shape
             old.replace_all_uses_with(new, replace_graph_outputs=True)
-        graph.insert_before(node, kept)
+        graph.insert_before(node, replacement)
         graph.remove(node, safe=True)
-        graph.opset_imports.setdefault(kept.domain, node.attributes["version"].as_int())
+        graph.opset_imports.setdefault(replacement.domain, node.attributes["version"].as_int())
 
 
 def _no_kernel(n: NodeView, *inputs: object) -> Call:
-    raise KernelError(f"{original(n.node).op_type} is known to onnxruntime only", where=n.node.name)
+    raise KernelError(
+        f"{original(n.node).op_type} has no kernel in onnxtrain",
+        where=n.node.name,
+        todo="run the graph with onnxruntime, or remove the op from the model",
+    )
 
 
 def _outputs(n: NodeView) -> Sequence[TensorType]:

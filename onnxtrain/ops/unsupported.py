@@ -1,22 +1,22 @@
-"""Operators that this package knows of and leaves out, with the reason: what the page of operators tells its readers.
+"""Operators without a definition, each with the reason. The operators page of the docs is generated from this file.
 
-A test holds that every operator of ONNX is defined or stands here, and every one of ONNX Runtime Training's too. Which
-of PyTorch's stay as they are shows by running its own database of operators (tests/ops/op_db_sweep.py).
+A test checks that every operator of ONNX and of ONNX Runtime Training is either defined or listed here. The lists of
+PyTorch operators that stay ATen nodes come from running PyTorch's operator database (tests/ops/op_db_sweep.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_CONTROL = "a loop or branch: no gradient passes it; a branch of a known condition is taken when a model is imported"
-_SEQUENCES = "sequences and optionals are no tensors; PyTorch keeps such structure in Python"
-_STRINGS = "strings are no tensors: text is prepared before the model"
-_INTEGERS = "integer inference, of which there is no gradient: a model is trained before it is quantized"
-_SIGNALS = "complex numbers, which live between ATen nodes (PyTorch's own FFT and its gradient)"
+_CONTROL = "a loop or branch, which is not differentiated; a branch with a constant condition is inlined on import"
+_SEQUENCES = "sequences and optionals are not tensors; PyTorch keeps such structure in Python"
+_STRINGS = "strings are not tensors: preprocess text before the model"
+_INTEGERS = "integer inference, which has no gradient: train the model before quantizing it"
+_SIGNALS = "complex values, which pass between ATen nodes (PyTorch's FFT and its gradient)"
 _DETECTION = "an operator of torchvision, not of PyTorch"
-_LATER = "of a later opset than the one used inside"
+_LATER = "added in a later opset than onnxtrain uses internally"
 
-# Of ai.onnx
+# ai.onnx
 ONNX_OPERATORS: Mapping[str, str] = {
     **dict.fromkeys(("If", "Loop", "SequenceMap"), _CONTROL),
     **dict.fromkeys(
@@ -45,21 +45,21 @@ ONNX_OPERATORS: Mapping[str, str] = {
         ("BitCast", "CausalConvWithState", "CumProd", "LinearAttention", "SwiGLU", "TensorScatter"), _LATER
     ),
     "Constant": "a constant is an initializer of the graph",
-    "Det": "its gradient needs the inverse, which ONNX lacks: torch.det stays an ATen node",
-    "EyeLike": "a constant where its size is known; torch.eye is written with Range and Equal",
-    "ImageDecoder": "images are decoded before the model",
-    "Unique": "how many there are only the data tell, and PyTorch gives it no gradient",
+    "Det": "its gradient needs the matrix inverse, which ONNX lacks: torch.det stays an ATen node",
+    "EyeLike": "a constant if its size is static; torch.eye is captured as Range and Equal",
+    "ImageDecoder": "decode images before the model",
+    "Unique": "its output size depends on data, and PyTorch defines no gradient",
 }
 
-_PLANNED = "buffers, events and the cut between forward and backward are the executor's plan, not nodes of the graph"
-_COLLECTIVE = "PyTorch's own collectives stand in the graph, as ATen nodes or inside custom autograd functions"
-_CODEC = "an obsolete codec for activations: half precision and recomputation save more and lose less"
-_SUMMARY = "TensorBoard's summaries are written from Python"
-_OPTIMIZER = "the optimizers are optim.FusedAdam and, on devices, graphs of standard operators"
+_PLANNED = "the executor plans buffers, events and the cut between forward and backward outside the graph"
+_COLLECTIVE = "the graph has PyTorch's collectives, as ATen nodes or inside custom autograd functions"
+_CODEC = "an obsolete codec for activations: half precision and recomputation save more memory at less loss"
+_SUMMARY = "TensorBoard summaries are written from Python"
+_OPTIMIZER = "optimizers are optim.FusedAdam and, on devices, graphs of standard operators"
 _ACCUMULATOR = "gradients are accumulated by PyTorch and, on devices, by graphs of standard operators"
 _REPLACED = "replaced by"
 
-# Of com.microsoft, as ONNX Runtime Training had them
+# com.microsoft, as in ONNX Runtime Training
 TRAINING_OPERATORS: Mapping[str, str] = {
     **dict.fromkeys(("YieldOp", "Group", "PassThrough", "RecordEvent", "WaitEvent", "View"), _PLANNED),
     **dict.fromkeys(
@@ -104,17 +104,17 @@ TRAINING_OPERATORS: Mapping[str, str] = {
         _OPTIMIZER,
     ),
     **dict.fromkeys(("InPlaceAccumulator", "InPlaceAccumulatorV2", "ZeroGradient"), _ACCUMULATOR),
-    "BroadcastGradientArgs": f"{_REPLACED} SumTo: which axes to sum follows from the sizes",
-    "ExternalGradient": f"{_REPLACED} ATen, whose gradient is PyTorch's own",
-    "TritonOp": "fused regions are compiled by Inductor, behind the graph",
+    "BroadcastGradientArgs": f"{_REPLACED} SumTo: the axes to sum follow from the sizes",
+    "ExternalGradient": f"{_REPLACED} ATen, whose gradient is PyTorch's",
+    "TritonOp": "Inductor compiles fused regions, which the graph does not show",
 }
 
-_SHAPE_TOO = "its last input is the shape of x, which does not follow from the others"
-_TOTAL_WEIGHT = "the weight that a mean is divided by is a value too, last: backward does not add it up again"
+_SHAPE_INPUT = "its last input is the shape of x, which does not follow from the others"
+_TOTAL_WEIGHT = "one more value, the last: the total weight of a mean, which backward then need not recompute"
 
-# Those of com.microsoft that take or give more than ONNX Runtime Training's
+# com.microsoft ops with more inputs or outputs than in ONNX Runtime Training
 TRAINING_SIGNATURES: Mapping[str, str] = {
-    **dict.fromkeys(("AveragePoolGrad", "MaxPoolGrad"), _SHAPE_TOO),
+    **dict.fromkeys(("AveragePoolGrad", "MaxPoolGrad"), _SHAPE_INPUT),
     **dict.fromkeys(
         (
             "NegativeLogLikelihoodLossInternal2",
@@ -123,27 +123,27 @@ TRAINING_SIGNATURES: Mapping[str, str] = {
         ),
         _TOTAL_WEIGHT,
     ),
-    "ResizeGrad": "it takes the shape of x in place of x, which is not kept for it",
-    "MatMulBnb4": "three inputs more, for scales that are quantized themselves",
+    "ResizeGrad": "it takes the shape of x instead of x, which is not saved for backward",
+    "MatMulBnb4": "three more inputs, for quantized scales",
 }
 
-_LINEAR_ALGEBRA = "a decomposition or a solver: ONNX has none"
-_RANK = "of a decomposition, or chosen by sizes: taken apart it would hold for some sizes only"
-_CHECK = "raises where elements are not as they should be (a singular matrix): a check without a result"
-_SPECIAL = "a special function that ONNX lacks, and that no short formula computes precisely"
-_ORDER = "an order or a running extreme, which ONNX lacks"
-_BITS = "takes apart the bits of a float, or counts in its last one"
-_DRAWS = "random numbers of a distribution that ONNX lacks, or draws in another way"
-_COMPLEX = "complex numbers live between ATen nodes"
+_LINEAR_ALGEBRA = "a matrix decomposition or solver, which ONNX lacks"
+_MATRIX_NORM = "computed by a decomposition, or by a formula that depends on sizes: decomposed, it would fix these"
+_CHECK = "a check that returns nothing: it raises for invalid elements (a singular matrix)"
+_SPECIAL = "a special function that ONNX lacks and no short formula computes precisely"
+_ORDER = "an order statistic or running extreme, which ONNX lacks"
+_BITS = "reads or increments the bits of floating-point values"
+_RANDOM = "samples from a distribution that ONNX lacks or samples otherwise"
+_COMPLEX = "complex values pass between ATen nodes"
 _WINDOWS = "windows, pairs or bags that ONNX has no operator for"
-_STRIDES = "reads or writes memory by strides, of which a graph has none"
-_PADDED = "reads outside of a tensor by a mask: Inductor's own form of padding"
-_CHUNKED = "a layer and its loss chunk by chunk, in PyTorch's own loop"
-_BACKWARD = "a step of PyTorch's own backward: it stands where the operator's gradient was traced"
+_STRIDES = "accesses memory by strides, which a graph does not have"
+_PADDED = "masked out-of-bounds reads: Inductor's form of padding"
+_CHUNKED = "a layer and its loss in chunks, in a loop of PyTorch"
+_BACKWARD = "part of PyTorch's backward: it appears if the gradient of an operator was traced"
 
 CHECKS = ("_assert_async", "_linalg_check_errors")
 
-# Of PyTorch: what stays an ATen node, with PyTorch's own kernel and gradient. Names without `aten.` and overload.
+# PyTorch operators that stay ATen nodes, with PyTorch's kernel and gradient. Names without `aten.` and overload.
 PYTORCH_OPERATORS: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -177,7 +177,7 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
         ),
         _LINEAR_ALGEBRA,
     ),
-    "linalg_matrix_norm": _RANK,
+    "linalg_matrix_norm": _MATRIX_NORM,
     **dict.fromkeys(CHECKS, _CHECK),
     **dict.fromkeys(
         (
@@ -214,9 +214,9 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
             "rrelu",
             "rrelu_with_noise",
         ),
-        _DRAWS,
+        _RANDOM,
     ),
-    "ldexp": "its gradient for whole exponents is 0 in PyTorch where the exponent is negative",
+    "ldexp": "in PyTorch its gradient is 0 for negative integer exponents",
     **dict.fromkeys(
         (
             "_conj_physical",
@@ -246,7 +246,7 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("as_strided", "as_strided_copy", "as_strided_scatter"), _STRIDES),
     **dict.fromkeys(("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"), _PADDED),
-    "put": "writes at places in the flat tensor that may be equal, in no order: PyTorch's own choice of the last",
+    "put": "writes to indices of the flattened tensor that may repeat: PyTorch chooses which write is the last",
     **dict.fromkeys(
         (
             "torch_nn::_linear_cross_entropy_batch_chunked",
@@ -270,9 +270,9 @@ PYTORCH_OPERATORS: Mapping[str, str] = {
     ),
 }
 
-_OF_COMPLEX = "of complex numbers, which live between ATen nodes"
+_OF_COMPLEX = "of complex values, which pass between ATen nodes"
 
-# Of PyTorch: what has a form in ONNX, but for these uses.
+# PyTorch operators that have an ONNX form, except in these uses.
 PYTORCH_USES: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -298,39 +298,39 @@ PYTORCH_USES: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
-        "with aligned corners, or by a scale that float32 rounds: ONNX's Resize has its scales in float32",
+        "with align_corners, or with a scale that float32 cannot represent: the scales of ONNX's Resize are float32",
     ),
     **dict.fromkeys(
         ("bernoulli", "rand_like", "randn_like"),
-        "for a tensor that is not contiguous: PyTorch draws in the order of memory. `bernoulli_(p)` on a GPU too",
+        "of a non-contiguous tensor, for which PyTorch samples in memory order; also `bernoulli_(p)` on a GPU",
     ),
-    "cosine_similarity": "of 0-dimensional tensors",
-    "diff": "of an order above 2: each order would be two more slices",
-    "linalg_norm": "of a matrix by its singular values, or one whose formula depends on sizes",
-    "pad": "circular, with a padding that is negative or longer than the tensor",
-    "repeat_interleave": "with a tensor of counts: how many elements there are only the data tell",
+    "cosine_similarity": "of scalars (0-dimensional tensors)",
+    "diff": "of an order above 2: each order is two more slices",
+    "linalg_norm": "of a matrix by its singular values, or by a formula that depends on sizes",
+    "pad": "circular, with padding that is negative or longer than the tensor",
+    "repeat_interleave": "with a tensor of repeats: the output size depends on data",
 }
 
-_SIZE_OF_DATA = "a size depends on elements, in a way that PyTorch's export refuses"
+_DATA_DEPENDENT_SIZE = "a size depends on data in a way that torch.export rejects"
 _SPARSE = "sparse tensors"
 
-# Entries of PyTorch's operator database (torch.testing._internal.common_methods_invocations) that run in PyTorch, some
-# of their samples at least.
+# Entries of PyTorch's operator database (torch.testing._internal.common_methods_invocations) of which at least some
+# samples fall back to eager PyTorch.
 PYTORCH_RUNS: Mapping[str, str] = {
-    **dict.fromkeys(("combinations", "narrow", "tensor_split"), _SIZE_OF_DATA),
-    "cov": "with weights, of which PyTorch asks whether any is negative",
-    "nn.functional.gaussian_nll_loss": "its Python decides on elements",
+    **dict.fromkeys(("combinations", "narrow", "tensor_split"), _DATA_DEPENDENT_SIZE),
+    "cov": "with weights: PyTorch checks whether any is negative",
+    "nn.functional.gaussian_nll_loss": "its Python code branches on elements",
     **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"), _SPARSE),
     "chalf": "ONNX has no complex32",
-    "_batch_norm_with_update": "writes a value that has a gradient into a buffer",
-    "nn.functional.instance_norm": "with running statistics, whose update PyTorch's export loses",
+    "_batch_norm_with_update": "writes a value that requires grad into a buffer",
+    "nn.functional.instance_norm": "with running statistics, whose update torch.export loses",
 }
 
-_TALL_OR_WIDE = "one formula for tall matrices and one for wide ones"
-_FIXES_SIZES = "PyTorch's formula decides on sizes, or fixes them"
-_PLAIN_SIZES = "PyTorch's formula takes plain sizes only"
+_TALL_OR_WIDE = "different formulas for tall and for wide matrices"
+_FIXES_SIZES = "PyTorch's formula branches on sizes, or fixes them"
+_STATIC_SIZES = "PyTorch's formula supports static sizes only"
 
-# Entries of that database whose gradient is taken at run time, in some of their samples.
+# Entries of that database of which some samples take their gradient at run time.
 PYTORCH_AT_RUN_TIME: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -371,8 +371,8 @@ PYTORCH_AT_RUN_TIME: Mapping[str, str] = {
         _FIXES_SIZES,
     ),
     **dict.fromkeys(("linalg.lstsq", "linalg.lstsq.grad_oriented"), _FIXES_SIZES),
-    **dict.fromkeys((f"nn.functional.fractional_max_pool{n}d" for n in (2, 3)), _PLAIN_SIZES),
+    **dict.fromkeys((f"nn.functional.fractional_max_pool{n}d" for n in (2, 3)), _STATIC_SIZES),
     "nn.functional.ctc_loss": "its backward has no implementation for fake tensors",
-    "linalg.eig": "its formula checks for singular matrices on the way",
-    "nn.functional.rrelu": "draws random numbers inside",
+    "linalg.eig": "its formula contains a check for singular matrices",
+    "nn.functional.rrelu": "samples inside its formula",
 }

@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from onnxtrain.capture import source_location
 from onnxtrain.errors import CaptureError, UnsupportedOperatorError
 from onnxtrain.ops.aten_node import AutocastState as State
-from onnxtrain.ops.aten_node import ambient, is_composite
+from onnxtrain.ops.aten_node import autocast_state, is_composite
 from onnxtrain.ops.recurrent.capture import OPERATORS as RECURRENT
 from onnxtrain.ops.recurrent.capture import computes_in_one_dtype
 from onnxtrain.torch_compat import pytree
@@ -40,7 +40,7 @@ def casting_composites(program: ExportedProgram) -> set[Any]:
     Raises:
         CaptureError: such an operator is called where forward itself has switched autocast on or off.
     """
-    now = ambient()
+    now = autocast_state()
     calls = list(_composite_calls(program.graph_module, now))
     states = {state for _, state in calls if state} | ({now} if now else set())
     known: dict[Any, bool] = {}
@@ -68,7 +68,7 @@ def hidden_casts(program: ExportedProgram, defined: Container[str]) -> dict[Any,
 
     One that is not `defined` may stay: it runs under autocast.
     """
-    casts = casting_composites(program) if ambient() else set()
+    casts = casting_composites(program) if autocast_state() else set()
     found: dict[Any, Node] = {}
     for node in program.graph.nodes:
         if node.target in casts and str(node.target) in defined and str(node.target) not in RECURRENT:
@@ -91,7 +91,7 @@ def state_types(program: ExportedProgram, whole: set[Any]) -> None:
 
     Functionalization would go on with the types that they have without it. When the graph runs, nothing is to be cast.
     """
-    now = ambient()
+    now = autocast_state()
     for node, _ in list(_composite_calls(program.graph_module, now)):
         if node.target not in whole:
             continue
@@ -145,7 +145,7 @@ def _zeros(value: Any) -> Any:
 
 def casting(target: Any, parts: Callable[..., Any]) -> Callable[..., Any]:
     """`parts`, which take the composite operator `target` apart, with autocast on inside as it is now."""
-    devices = [device for device, _ in _unlisted(target, ambient())]
+    devices = [device for device, _ in _unlisted(target, autocast_state())]
 
     def cast_parts(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:  # functionalization has switched it off at this depth

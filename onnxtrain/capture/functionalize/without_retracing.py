@@ -31,7 +31,7 @@ from onnxtrain.capture.functionalize.explicit_casts import CAST, ExplicitCasts, 
 from onnxtrain.capture.functionalize.functional_calls import is_convertible
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops import FROM_TORCH
-from onnxtrain.ops.aten_node import ambient
+from onnxtrain.ops.aten_node import autocast_state
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.modes import is_transformed
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
@@ -96,7 +96,7 @@ class _Rewrite:
         self._sharing: dict[int, list[Node]] = defaultdict(list)  # for each storage, the nodes whose tensors lie there
         self._old: set[Node] = set()  # those of them whose value was written over through another
         self._regions: dict[Node, Any] = {}  # for each region, its results
-        self._casts = ExplicitCasts(ambient())
+        self._casts = ExplicitCasts(autocast_state())
         self._has_writes = any(map(_writes, graph.nodes))
         for node in graph.nodes:
             self._visit(node)

@@ -139,7 +139,7 @@ def _capture_copy(op: Builder, x: ir.Value, source: ir.Value, non_blocking: bool
 def overwritten(op: Builder, old: ir.Value, new: ir.Value) -> ir.Value:
     """Return `new`, written over `old` in place, so that the gradient of `old` is zeros and not None.
 
-    Where `old` is a part of another tensor, `new` is returned as it is: functionalization writes it back into that
+    If `old` is a part of another tensor, `new` is returned unchanged: functionalization writes it back into that
     tensor, which thereby has a gradient.
     """
     node = old.producer()

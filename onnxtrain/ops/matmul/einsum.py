@@ -63,15 +63,16 @@ def _axes(n: NodeView) -> str:
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
     operands, output = _terms(n.equation)
-    wanted = n.wants("xs")
-    return [_operand_gradient(op, n, index, operands, output, dy) if wanted else None for index in range(len(operands))]
+    if not n.wants("xs"):
+        return [None] * len(operands)
+    return [_operand_gradient(op, n, index, operands, output, dy) for index in range(len(operands))]
 
 
 def _operand_gradient(op: Builder, n: NodeView, index: int, operands: list[str], output: str, dy: ir.Value) -> ir.Value:
     letters = operands[index]
     if len(set(letters)) != len(letters):
         raise GraphError(
-            "an operand of Einsum has a letter twice, for which there is no gradient",
+            "Einsum: the gradient of a diagonal (a repeated letter in one operand) is not supported",
             expected="distinct letters in each operand",
             got=n.equation,
         )

@@ -270,7 +270,7 @@ class PythonCall:
 
     def backward(
         self,
-        learned: MissingGradients,
+        missing: MissingGradients,
         wanted: Sequence[int],
         free: Sequence[bool],
         context: Context,
@@ -279,7 +279,7 @@ class PythonCall:
         """Return the gradients of the tensor inputs in `wanted`; a single one without a tuple.
 
         Args:
-            learned: the inputs without gradients so far; updated.
+            missing: the inputs without gradients so far; updated.
             wanted: indices of tensor inputs.
             free: for each of them, whether its gradient is only a result of the program, and may be None.
             context: of the forward run.
@@ -288,8 +288,8 @@ class PythonCall:
         Raises:
             GradientsChangedError: the program was built for gradients of other inputs and must be built again.
         """
-        gradients = self._known_gradients(learned, context, cotangents)
-        _learn(learned, wanted, free, gradients)
+        gradients = self._computed_gradients(missing, context, cotangents)
+        _record_missing_gradients(missing, wanted, free, gradients)
         results: list[torch.Tensor | None] = []
         for index, may_be_none in zip(wanted, free, strict=True):
             gradient = gradients[index]
@@ -299,19 +299,19 @@ class PythonCall:
             results.append(gradient)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _known_gradients(
-        self, learned: MissingGradients, context: Context, cotangents: Sequence[torch.Tensor | None]
+    def _computed_gradients(
+        self, missing: MissingGradients, context: Context, cotangents: Sequence[torch.Tensor | None]
     ) -> Sequence[Any]:
         """Return the gradients of all tensor inputs; computed once for all attempts at one backward.
 
-        They are stored by the node (`learned`): a context that backward recomputes is a new one at each attempt.
+        They are stored by the node (`missing`): a context that backward recomputes is a new one at each attempt.
         """
         computed = BACKWARD.gradients
         if computed is None:
             return self._gradients(context, cotangents)
-        if learned not in computed:
-            computed[learned] = self._gradients(context, cotangents)
-        return computed[learned]
+        if missing not in computed:
+            computed[missing] = self._gradients(context, cotangents)
+        return computed[missing]
 
     def _gradients(self, context: Context, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         node = context.node
@@ -324,7 +324,7 @@ class PythonCall:
         while len(returned) > len(self.arguments) and returned[-1] is None:
             returned.pop()
         if len(returned) != len(self.arguments):
-            raise self._wrong(
+            raise self._gradient_error(
                 "returned the wrong number of gradients", len(self.arguments), len(returned),
                 "return one per argument of forward, None for an argument without a gradient",
             )  # fmt: skip
@@ -336,10 +336,10 @@ class PythonCall:
                 continue
             if index is None:
                 fault = f"returned a gradient for argument {argument}, which was no tensor"
-                raise self._wrong(fault, None, type(gradient).__name__, "return None for it")
+                raise self._gradient_error(fault, None, type(gradient).__name__, "return None for it")
             if not isinstance(gradient, torch.Tensor):
                 fault = f"returned something else than a tensor as gradient {argument}"
-                raise self._wrong(fault, "a tensor or None", type(gradient).__name__, "return a tensor")
+                raise self._gradient_error(fault, "a tensor or None", type(gradient).__name__, "return a tensor")
             if self.inputs[index].requires_grad:
                 gradients[index] = self._fit(argument, gradient, context.inputs[index])
         return gradients
@@ -368,38 +368,38 @@ class PythonCall:
                 gradient = gradient.sum_to_size(shape)
             except RuntimeError:
                 fault = f"returned a gradient of another shape for argument {argument}"
-                raise self._wrong(
+                raise self._gradient_error(
                     fault, list(shape), list(gradient.shape), "return it in the argument's shape"
                 ) from None
         if gradient.device != device:
             if gradient.dim() > 0:
                 fault = f"returned a gradient on another device for argument {argument}"
-                raise self._wrong(fault, device, gradient.device, "return it on the argument's device")
+                raise self._gradient_error(fault, device, gradient.device, "return it on the argument's device")
             gradient = gradient.to(device)
         if gradient.is_complex() and not dtype.is_complex:
             gradient = gradient.real
         return gradient.to(dtype)
 
-    def _wrong(self, fault: str, expected: object, got: object, todo: str) -> PythonOpError:
+    def _gradient_error(self, fault: str, expected: object, got: object, todo: str) -> PythonOpError:
         return PythonOpError(
             f"backward of {self.name} {fault}", line_of(self.function, "backward"), expected, got, todo
         )
 
 
-def _learn(
-    learned: MissingGradients, wanted: Sequence[int], free: Sequence[bool], gradients: Sequence[torch.Tensor | None]
+def _record_missing_gradients(
+    missing: MissingGradients, wanted: Sequence[int], free: Sequence[bool], gradients: Sequence[torch.Tensor | None]
 ) -> None:
     """Record which inputs have no gradient. Eager computes nothing upstream of them, nor should the graph.
 
     Raises:
         GradientsChangedError: they are others than those that the program was built for.
     """
-    newly_lacking = {i for i, f in zip(wanted, free, strict=True) if gradients[i] is None and not f} - learned.varying
-    newly_present = {i for i in learned.lacking if i not in wanted and gradients[i] is not None}
+    newly_lacking = {i for i, f in zip(wanted, free, strict=True) if gradients[i] is None and not f} - missing.varying
+    newly_present = {i for i in missing.lacking if i not in wanted and gradients[i] is not None}
     if newly_lacking or newly_present:
-        learned.lacking |= newly_lacking
-        learned.lacking -= newly_present
-        learned.varying |= newly_present
+        missing.lacking |= newly_lacking
+        missing.lacking -= newly_present
+        missing.varying |= newly_present
         raise GradientsChangedError
 
 

@@ -132,12 +132,12 @@ def _constants(leaves: Sequence[Any]) -> dict[str, Any]:
         kind = _SCALARS.get(type(leaf))
         kinds = {_SCALARS.get(type(part)) for part in leaf} if isinstance(leaf, tuple) else set()
         if kind:
-            constants.setdefault(f"input_{kind}_scalars", []).append(_written(leaf))
+            constants.setdefault(f"input_{kind}_scalars", []).append(_attribute_scalar(leaf))
             constants.setdefault(f"input_{kind}_scalar_positions", []).append(position)
         elif len(kinds) == 1 and None not in kinds:
             name = f"input_{kinds.pop()}_tuple"
             constants.setdefault(f"{name}_begins", []).append(len(constants.get(f"{name}s", ())))
-            constants.setdefault(f"{name}s", []).extend(map(_written, leaf))
+            constants.setdefault(f"{name}s", []).extend(map(_attribute_scalar, leaf))
             constants.setdefault(f"{name}_positions", []).append(position)
         else:
             constants.setdefault("input_pointer_scalar_positions", []).append(position)
@@ -154,9 +154,9 @@ def _comment(leaves: Sequence[Any]) -> str | None:
     return "; ".join(descriptions) or None
 
 
-def _written(number: Any) -> Any:
-    """Return a number as an attribute: an int is clamped to 64 bits."""
-    return number if isinstance(number, float) else max(-(2**63), min(int(number), 2**63 - 1))
+def _attribute_scalar(scalar: Any) -> Any:
+    """Return a Python number as an attribute: an int is clamped to 64 bits."""
+    return scalar if isinstance(scalar, float) else max(-(2**63), min(int(scalar), 2**63 - 1))
 
 
 def _types(prefix: str, types: Sequence[TensorType]) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def _gradient(op: Builder, n: NodeView, _context: None, *cotangents: ir.Value | 
     gradients: list[ir.Value | None] = [None] * len(n.node.inputs)
     lacking = n.node.meta["missing_gradients"].lacking
     tracked = [i for i, captured in enumerate(call.inputs) if captured.requires_grad and captured.argument >= 0]
-    wanted = [i for i in tracked if i not in lacking and n.wants(f"inputs[{i}]")]
-    sources = [n.inputs[i] for i in wanted]
+    differentiated = [i for i in tracked if i not in lacking and n.wants(f"inputs[{i}]")]
+    sources = [n.inputs[i] for i in differentiated]
     node = op.node(
         MICROSOFT,
         "PythonOpGrad",
@@ -200,25 +200,25 @@ def _gradient(op: Builder, n: NodeView, _context: None, *cotangents: ir.Value | 
         {
             "func_name": call.name,
             "output_convention": "".join("d" if k.argument >= 0 else "c" for k in call.inputs),
-            "output_tensor_requires_grads": [int(i in wanted) for i in range(len(call.inputs))],
+            "output_tensor_requires_grads": [int(i in differentiated) for i in range(len(call.inputs))],
             "tensor_reuse_map": list(call.backward_reuse) or None,
             **_types("output_tensor", [type_of(v) for v in sources]),
         },
         types=[type_of(v) for v in sources],
     )
     node.meta["call"], node.meta["missing_gradients"] = call, n.node.meta["missing_gradients"]
-    for index, gradient in zip(wanted, node.outputs, strict=True):
+    for index, gradient in zip(differentiated, node.outputs, strict=True):
         gradients[index] = gradient
     return gradients
 
 
-def _known_types(n: NodeView) -> list[TensorType]:
+def _declared_types(n: NodeView) -> list[TensorType]:
     return [type_of(v) for v in n.node.outputs]
 
 
 _OPTIONAL = (
     "input_requires_grads", "input_tensor_types", "input_tensor_ranks", "output_tensor_types", "output_tensor_ranks",
-    *(f"input_{kind}_{what}" for kind in ("bool", "int", "float") for what in (
+    *(f"input_{type_name}_{suffix}" for type_name in ("bool", "int", "float") for suffix in (
         "scalars", "scalar_positions", "tuples", "tuple_positions", "tuple_begins",
     )),
     "input_pointer_scalar_positions", "tensor_reuse_map", "comment",
@@ -238,7 +238,7 @@ define(
         },
         since_version=1,
         from_torch={"onnxtrain.python_op.default": _from_torch},
-        shapes=_known_types,
+        shapes=_declared_types,
         body=_NO_BODY,
         ort_compatible=never,
         gradient=(Gradient(_gradient, reads=("context",)),),
@@ -280,7 +280,7 @@ define(
         },
         since_version=1,
         from_torch={},
-        shapes=_known_types,
+        shapes=_declared_types,
         body=_NO_BODY,
         ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,

@@ -34,8 +34,8 @@ LIBRARY = Library(
     {
         "kept": "ppiii",
         **{
-            f"{name}_{of}": letters
-            for of in _TYPES.values()
+            f"{name}_{type_name}": letters
+            for type_name in _TYPES.values()
             for name, letters in (
                 ("dropout", "ppppidii"),
                 ("relu_dropout", "pppidii"),

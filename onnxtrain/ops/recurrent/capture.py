@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of, is_float
-from onnxtrain.ops.aten_node import AutocastState, ambient
+from onnxtrain.ops.aten_node import AutocastState, autocast_state
 from onnxtrain.ops.random.dropout import dropout_nodes
 from onnxtrain.ops.recurrent.cells import GRU, LSTM, RNN, Cell
 from onnxtrain.ops.recurrent.torch_layers import WEIGHTS
@@ -52,7 +52,7 @@ def _capture(cell: Cell, activation: str | None) -> Callable[..., Any]:
         weight_count = 4 if has_biases else 2
         if len(params) != num_layers * directions * weight_count or not is_float(dtype_of(x)):
             return NotImplemented
-        if op.device != "cpu" or not computes_in_one_dtype(f"aten.{cell.name.lower()}.input", ambient()):
+        if op.device != "cpu" or not computes_in_one_dtype(f"aten.{cell.name.lower()}.input", autocast_state()):
             return NotImplemented
         y = x
         if batch_first:  # one contiguous copy here, instead of one in each of the forward and backward kernels
