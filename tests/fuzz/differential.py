@@ -58,7 +58,7 @@ DOCUMENTED = (
     ("that is not contiguous with normal_", "normal_", "normal_ of strided memory"),
     ("tried to directly modify sizes for customized tensor", r"\.fft\.", "a Fourier transform of one element"),
     ("enable_grad() inside torch.no_grad()", "enable_grad", "enable_grad() inside no_grad()"),
-    ("as_strided reads memory by strides", "as_strided", "torch.as_strided"),
+    ("of a non-contiguous tensor: strides differ", "as_strided", "torch.as_strided"),
     ("expected scalar type", "einsum", "torch.einsum of several dtypes"),
     (
         "linalg.vector_norm cannot compute the inf norm",

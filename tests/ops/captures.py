@@ -1,4 +1,4 @@
-"""Checks what PyTorch's functions become when a module is captured."""
+"""Check captured functions against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SIZES: tuple[Mapping[str, int], ...] = ({"b": 3, "s": 4, "h": 6}, {"b": 2, "s": 
 X = Spec("b s h")
 
 
-class OfTensors(torch.nn.Module):
-    """A function of tensors as a module."""
+class FunctionModule(torch.nn.Module):
+    """Wrap a function of tensors as a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -33,17 +33,17 @@ class OfTensors(torch.nn.Module):
 def _run(
     module: torch.nn.Module, tensors: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Outputs, and gradients under fixed random cotangents."""
+    """Return the outputs, and the gradients for fixed random cotangents."""
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
     result = module(*leaves)
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
     generator = torch.Generator().manual_seed(5)
     pairs = [(o, torch.randn(o.shape, generator=generator).to(o.dtype)) for o in outputs if o.requires_grad]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if not pairs or not wanted:
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
+    if not pairs or not inputs:
         return outputs, []
-    found = torch.autograd.grad([o for o, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
-    return outputs, list(found)
+    gradients = torch.autograd.grad([o for o, _ in pairs], inputs, [c for _, c in pairs], allow_unused=True)
+    return outputs, list(gradients)
 
 
 def check_capture(
@@ -53,31 +53,32 @@ def check_capture(
     sizes: Sequence[Mapping[str, int]] = SIZES,
     aten: bool = False,
 ) -> ORTModule:
-    """Runs `function` captured and in PyTorch: outputs and gradients agree, at all sizes, on one capture.
+    """Compare outputs and gradients of the captured `function` with eager's, at all sizes with one capture.
 
     Args:
-        function: of one tensor per spec.
-        specs: the tensors; one float tensor [b, s, h] where none are given.
+        function: takes one tensor per spec.
+        specs: the tensors; by default one float tensor [b, s, h].
         dtype: of the float tensors.
-        sizes: what the symbolic sizes are, the first for the capture.
-        aten: whether an ATen node may stand in the graph.
+        sizes: values of the symbolic sizes, the first for the capture.
+        aten: whether the graph may have ATen nodes.
     """
-    module = OfTensors(function)
+    module = FunctionModule(function)
     ours = ORTModule(module)
-    for known in sizes:
+    for size_values in sizes:
         generator = torch.Generator().manual_seed(17)
-        tensors = [spec.tensor(known, dtype, generator) for spec in specs or (X,)]
+        tensors = [spec.tensor(size_values, dtype, generator) for spec in specs or (X,)]
         exact_tensors = [t.double() if t.is_floating_point() else t for t in tensors]
-        with warnings.catch_warnings():  # not captured
+        with warnings.catch_warnings():  # a fallback is an error
             warnings.filterwarnings("error", message=".*runs in PyTorch")
             got = _run(ours, tensors)
         eager, exact = _run(module, tensors), _run(module, exact_tensors)
         for kind, g, e, x in zip(("output", "gradient"), got, eager, exact, strict=True):
             assert len(g) == len(e), f"{kind}s: {len(g)}, eager has {len(e)}"
-            for index, (mine, theirs, right) in enumerate(zip(g, e, x, strict=True)):
-                assert (mine is None) == (theirs is None), f"{kind} {index}: {mine}, eager has {theirs}"
-                if theirs is not None:
-                    assert_no_worse_than_eager(f"{kind} {index} at {dict(known)}", mine, theirs, right)
+            for index, (ours_value, eager_value, exact_value) in enumerate(zip(g, e, x, strict=True)):
+                label = f"{kind} {index} at {dict(size_values)}"
+                assert (ours_value is None) == (eager_value is None), f"{label}: {ours_value}, eager has {eager_value}"
+                if eager_value is not None:
+                    assert_no_worse_than_eager(label, ours_value, eager_value, exact_value)
     engine = engine_of(ours)
     assert 1 <= engine.captures <= most_captures(ours), f"{engine.captures} captures"
     calls = [n.attributes["operator"].as_string() for n in engine._newest.captured.model.graph if n.domain == ATEN]

@@ -1,31 +1,31 @@
-"""Cases of dropout by a key, alone and behind relu. The reference computes SplitMix64 in Python's own integers."""
+"""Cases of keyed dropout, alone and after relu. The reference computes SplitMix64 in Python integers."""
 
 import torch
 
 from onnxtrain.testing import OpCase, Spec
 
-_ALL = 2**64 - 1
+_MASK_64 = 2**64 - 1
 
 
 def word(key: list[int], counter: int) -> int:
-    """A word of the stream: SplitMix64 as published, with a second key."""
-    z = (counter * 0x9E3779B97F4A7C15 + key[0]) & _ALL
-    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9 ^ key[1]) & _ALL
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _ALL
+    """Return word `counter` of a key's stream: SplitMix64 as published, with the second half of the key mixed in."""
+    z = (counter * 0x9E3779B97F4A7C15 + key[0]) & _MASK_64
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9 ^ key[1]) & _MASK_64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK_64
     return z ^ z >> 31
 
 
-def draws(key: torch.Tensor, count: int) -> torch.Tensor:
-    """16 bits an element as signed numbers: int64 [count]."""
-    numbers = key.tolist()
-    words = [word(numbers, c) for c in range((count + 3) // 4)]
+def samples(key: torch.Tensor, count: int) -> torch.Tensor:
+    """Return 16 random bits per element as signed integers: int64 [count]."""
+    halves = key.tolist()
+    words = [word(halves, c) for c in range((count + 3) // 4)]
     bits = torch.tensor([w >> 16 * lane & 0xFFFF for w in words for lane in range(4)][:count], dtype=torch.int64)
     return torch.where(bits >= 2**15, bits - 2**16, bits)
 
 
 def keyed_dropout(dropped: int):
     def reference(x: torch.Tensor, key: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        mask = draws(key, x.numel()).view(x.shape) >= dropped - 2**15
+        mask = samples(key, x.numel()).view(x.shape) >= dropped - 2**15
         y = x * mask * torch.ones((), dtype=x.dtype).div_(1 - dropped / 2**16)
         return y if residual is None else y + residual
 
@@ -47,14 +47,14 @@ def relu_dropout_grad(dropped: int):
     return reference
 
 
-def _drawn_key() -> torch.Tensor:
+def _sampled_key() -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64).random_(-(2**63), None)
 
 
 KEY = Spec("2", dtype="int64", make=lambda sizes, dtype, g: torch.tensor([-(2**62) - 12345, 987654321987654321]))
 
 CASES = [
-    OpCase("onnxtrain", "DropoutKey", (), _drawn_key, bodies=False),
+    OpCase("onnxtrain", "DropoutKey", (), _sampled_key, bodies=False),
     *(
         OpCase(
             "onnxtrain",

@@ -1,4 +1,4 @@
-"""ONNX's random tensors. Stock onnxruntime draws other numbers: bodies are not compared."""
+"""Cases of ONNX's random ops. Bodies are not compared: stock onnxruntime samples other values."""
 
 import torch
 

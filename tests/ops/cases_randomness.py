@@ -1,4 +1,4 @@
-"""Cases of dropout. Its body draws other numbers, so that it is not compared."""
+"""Cases of dropout. Its body is not compared, because it samples other values."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from onnxtrain.testing import OpCase, Spec
 
 
 def _dropout(ratio: float, training: bool):
-    """Eager dropout; the mask is what it leaves of ones."""
+    """Return eager dropout as the reference; the mask is the dropout of ones."""
 
     def reference(x: torch.Tensor, *constants: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state = torch.get_rng_state()

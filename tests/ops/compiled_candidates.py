@@ -1,4 +1,4 @@
-"""Lets the candidates of our own compiled kernels run in cases of ops, whatever this machine would choose."""
+"""Run the compiled kernels in cases of ops, whatever kernel this machine would choose."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from onnxtrain.testing import OpCase
 
 
 def compiled(node: ir.Node, device: str) -> Kernel:
-    """The candidate of the compiled kernel where there is one."""
-    found = definition_of(node).candidates(node, device)
-    return next((kernel for kernel in found if kernel.name == "compiled"), found[0])
+    """Return the compiled kernel of the node, or the first candidate if there is none."""
+    candidates = definition_of(node).candidates(node, device)
+    return next((kernel for kernel in candidates if kernel.name == "compiled"), candidates[0])
 
 
 def let_cases_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes on the nodes of cases that they may run compiled C++."""
-    plain = testing.case_graph
+    """Allow compiled C++ kernels for the nodes of all cases."""
+    original = testing.case_graph
 
-    def noted(case: OpCase, dtype: torch.dtype) -> Any:
-        model = plain(case, dtype)
+    def with_native_kernels(case: OpCase, dtype: torch.dtype) -> Any:
+        model = original(case, dtype)
         for node in model.graph:
             node.metadata_props[NOTE] = "on"
         return model
 
-    monkeypatch.setattr(testing, "case_graph", noted)
+    monkeypatch.setattr(testing, "case_graph", with_native_kernels)

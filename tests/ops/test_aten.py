@@ -1,4 +1,4 @@
-"""Operators without a definition: PyTorch's own, exact, with PyTorch's gradient, at all sizes on one capture."""
+"""ATen nodes: operators without a definition run as in eager, with PyTorch's gradient, at all sizes of one capture."""
 
 import copy
 import logging
@@ -28,13 +28,13 @@ class Calls(nn.Module):
 
 
 def operators(module: ORTModule) -> list[str]:
-    """The ATen operators of the forward graph."""
+    """Return the ATen operators of the forward graph."""
     graph = engine_of(module).newest().captured.model.graph
     return [node.attributes["operator"].as_string() for node in graph if node.op_type == "ATen"]
 
 
 def backward_ops(module: ORTModule) -> list[str]:
-    """The ops of the backward programs."""
+    """Return the ops of the backward programs."""
     backwards = engine_of(module).newest().unit._backwards.values()
     return [node.op_type for backward in backwards for node in backward.program.part.nodes]
 
@@ -44,10 +44,10 @@ def is_traced(module: ORTModule) -> bool:
 
 
 def compare(eager: nn.Module, batches: list[torch.Tensor]) -> ORTModule:
-    """Outputs, gradients and the state of the generator are eager's, for all batches on one capture."""
+    """Compare outputs, gradients and the state of the generator with eager's, for all batches with one capture."""
     ours = ORTModule(copy.deepcopy(eager), rng="torch")
     for x in batches:
-        found = []
+        results = []
         for module in (ours, eager):
             torch.manual_seed(len(x))
             with warnings.catch_warnings():
@@ -58,11 +58,11 @@ def compare(eager: nn.Module, batches: list[torch.Tensor]) -> ORTModule:
             cotangents = [torch.randn(o.shape, dtype=o.dtype, generator=generator) for o in outputs]
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
             torch.autograd.backward([o for o, _ in pairs], [c for _, c in pairs])
-            found.append((outputs, torch.get_rng_state()))
-        for mine, theirs in zip(*(outputs for outputs, _ in found), strict=True):
-            torch.testing.assert_close(mine, theirs)
-            assert mine.requires_grad == theirs.requires_grad
-        assert torch.equal(found[0][1], found[1][1])
+            results.append((outputs, torch.get_rng_state()))
+        for got, expected in zip(*(outputs for outputs, _ in results), strict=True):
+            torch.testing.assert_close(got, expected)
+            assert got.requires_grad == expected.requires_grad
+        assert torch.equal(results[0][1], results[1][1])
     for (name, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
         assert p.grad is not None
         assert q.grad is not None
@@ -92,48 +92,47 @@ TRACED: dict[str, Call] = {
     "random": lambda x: x * torch.poisson(x.exp()),
     "random without gradient": lambda x: (x * torch.randn_like(x), torch.randint_like(x, 5)),
 }
-_TALL_OR_WIDE = "a formula for tall matrices and one for wide ones"
+_TALL_OR_WIDE = "different formulas for tall and for wide matrices"
 AT_RUN_TIME: dict[str, Call] = {
     _TALL_OR_WIDE: lambda x: torch.linalg.svd(x, full_matrices=False)[1],
-    "random numbers drawn inside": lambda x: nn.functional.rrelu(x, training=True),
+    "a formula that samples": lambda x: nn.functional.rrelu(x, training=True),
 }
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_the_gradient_is_traced(name: str) -> None:
+def test_gradient_is_traced(name: str) -> None:
     ours = compare(Calls(TRACED[name]).double(), rows(7, 9, 8))
-    assert operators(ours), "nothing stayed an ATen node: the test shows nothing"
+    assert operators(ours), "expected an ATen node in the graph"
     assert is_traced(ours)
 
 
-_ONE_CAPTURE = needs_torch(2, 12, "captures svd twice: its result's shape fixes whether the matrix is tall or wide")
+_ONE_CAPTURE = needs_torch(2, 12, "captures svd twice: its result's shape implies whether the matrix is tall or wide")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=_ONE_CAPTURE if name == _TALL_OR_WIDE else ()) for name in AT_RUN_TIME]
 )
-def test_the_gradient_is_taken_at_run_time(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradient_is_taken_at_run_time(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="onnxtrain"):
         ours = compare(Calls(AT_RUN_TIME[name]).double(), rows(7, 9, 4))
     assert operators(ours)
     assert not is_traced(ours)
-    assert "cannot be traced" in caplog.text  # with the reason
+    assert "cannot be traced" in caplog.text  # the reason follows
 
 
-def test_forward_is_not_computed_again() -> None:
+def test_forward_is_not_recomputed_in_backward() -> None:
     ours = compare(Calls(lambda x: torch.erfinv(x.tanh())).double(), rows(5, 6))
     assert operators(ours) == ["aten::erfinv"]
     assert "ATen" not in backward_ops(ours)  # d erfinv/dx reads erfinv(x)
 
 
-def test_sizes_of_one() -> None:
-    """A trace is made for larger sizes, and holds at 1."""
+def test_gradient_traced_at_larger_sizes_is_valid_at_size_1() -> None:
     ours = compare(Calls(lambda x: torch.cdist(x, x * 2)).double(), rows(4, 1, 3))
     assert is_traced(ours)
 
 
-def test_cotangents_of_any_strides() -> None:
-    """An operator of the backward pass may count on contiguous tensors: a sum's gradient has strides of zero."""
+def test_cotangents_may_have_any_strides() -> None:
+    """An operator in backward may require contiguous tensors, while the gradient of a sum has strides of 0."""
     eager = Calls(lambda x: torch.view_as_real(torch.fft.fft(x)))
     ours = ORTModule(copy.deepcopy(eager))
     for module in (ours, eager):
@@ -142,24 +141,24 @@ def test_cotangents_of_any_strides() -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_as_strided_of_what_is_contiguous() -> None:
+def test_as_strided_of_a_contiguous_tensor() -> None:
     ours = compare(Calls(lambda x: torch.as_strided(x * 2, (3, 2), (2, 1), 1)).double(), rows(4, 6))
     assert operators(ours) == ["aten::as_strided"]
 
 
-def test_as_strided_of_other_strides_is_refused() -> None:
-    """PyTorch and the graph lay the product out in their own ways."""
+def test_as_strided_of_a_noncontiguous_tensor_falls_back() -> None:
+    """The strides of the product differ between PyTorch and the graph."""
     ours = ORTModule(Calls(lambda x: torch.as_strided(x.t() * 2, (3, 2), (2, 1))))
-    with pytest.warns(UserWarning, match="as_strided reads memory by strides"):
+    with pytest.warns(UserWarning, match="of a non-contiguous tensor: strides differ"):
         ours(torch.ones(4, 6))
 
 
-def test_composite_operators_are_taken_apart() -> None:
+def test_composite_operators_are_decomposed() -> None:
     ours = compare(Calls(lambda x: torch.trapezoid(x, dim=1)).double(), rows(4, 6))
     assert not operators(ours)
 
 
-def test_a_singular_matrix_is_an_error() -> None:
+def test_singular_matrix_raises() -> None:
     ours = ORTModule(Calls(torch.linalg.inv))
     ours(torch.randn(6, 6))
     with pytest.raises(torch.linalg.LinAlgError, match="singular"):
@@ -167,7 +166,7 @@ def test_a_singular_matrix_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("message", [("x is not finite",), ()], ids=["message", "none"])
-def test_an_assertion_about_elements_stays(message: tuple[str, ...]) -> None:
+def test_assertion_about_elements_is_kept(message: tuple[str, ...]) -> None:
     def finite(x: torch.Tensor) -> torch.Tensor:
         torch._assert_async(x.isfinite().all(), *message)
         return x.sin()
@@ -193,8 +192,8 @@ def test_complex_parameters() -> None:
     assert is_traced(ours)
 
 
-def test_complex_numbers() -> None:
-    """A number is saved as a tensor, and conjugated in backward."""
+def test_complex_scalars() -> None:
+    """A scalar is saved as a tensor, and conjugated in backward."""
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
         z = torch.complex(x, x * 2)
@@ -244,26 +243,28 @@ def library() -> Iterator[torch.library.Library]:
         yield library
 
 
-def keep_first(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def save_first_input(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(inputs[0])
 
 
-def test_a_custom_operator_with_its_own_gradient(library: torch.library.Library) -> None:
+def test_custom_operator_with_a_registered_gradient(library: torch.library.Library) -> None:
     library.define("sine(Tensor x, float scale) -> Tensor")
     library.impl("sine", lambda x, scale: torch.from_numpy(x.detach().numpy().copy()).sin() * scale, "CPU")
     torch.library.register_fake("onnxtrain_tests::sine", lambda x, scale: torch.empty_like(x), lib=library)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        keep_first(ctx, inputs, output)
+        save_first_input(ctx, inputs, output)
         ctx.scale = inputs[1]
 
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return 3 * dy * ctx.saved_tensors[0].cos() * ctx.scale, None  # three times the derivative: not to be guessed
+        return 3 * dy * ctx.saved_tensors[
+            0
+        ].cos() * ctx.scale, None  # three times the derivative, so that only this rule passes
 
     torch.library.register_autograd("onnxtrain_tests::sine", backward, setup_context=setup, lib=library)
     ours = compare(Calls(lambda x: torch.ops.onnxtrain_tests.sine(x, 2.0)).double(), rows(4, 6, 1))
     assert operators(ours) == ["onnxtrain_tests::sine"]
-    assert "Cos" in backward_ops(ours)  # the formula's operators are nodes like any others
+    assert "Cos" in backward_ops(ours)  # the rule is traced into ordinary nodes
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -297,7 +298,7 @@ def test_lists_optional_tensors_and_nested_results(library: torch.library.Librar
     assert is_traced(ours)
 
 
-def test_a_custom_operator_that_writes_to_its_argument(library: torch.library.Library) -> None:
+def test_custom_operator_that_writes_to_its_argument(library: torch.library.Library) -> None:
     library.define("scale_(Tensor(a!) x, float factor) -> ()")
     library.impl("scale_", _scale, "CPU")
     torch.library.register_fake("onnxtrain_tests::scale_", lambda x, factor: None, lib=library)
@@ -315,7 +316,7 @@ def _scale(x: torch.Tensor, factor: float) -> None:
     x.mul_(factor)
 
 
-def test_a_custom_operator_without_fake_implementation(library: torch.library.Library) -> None:
+def test_custom_operator_without_a_meta_function_falls_back(library: torch.library.Library) -> None:
     library.define("unknown(Tensor x) -> Tensor")
     library.impl("unknown", lambda x: x * 2, "CPU")
     ours = ORTModule(Calls(torch.ops.onnxtrain_tests.unknown))

@@ -1,4 +1,4 @@
-"""Operators that PyTorch has no fake implementation for: captured, with PyTorch's own gradient."""
+"""Operators that lack a meta function in PyTorch: captured, with PyTorch's own gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def targets(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_ctc_loss(reduction: str) -> None:
-    """The loss of speech recognition, with other numbers of frames and labels on one capture."""
+    """With different numbers of frames and labels on one capture."""
 
     def loss(scores: torch.Tensor, labels: torch.Tensor, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return F.ctc_loss(scores.log_softmax(-1), labels, frames, lengths, reduction=reduction, zero_infinity=True)
@@ -39,6 +39,6 @@ def test_least_squares(rows: int) -> None:
     check_capture(solve, Spec(f"b {rows} 4"), Spec(f"b {rows} 2"), sizes=sizes, aten=True)
 
 
-def test_least_squares_by_another_driver_gives_residuals() -> None:
+def test_least_squares_with_driver_gelsd_returns_residuals() -> None:
     solve = lambda a, b: tuple(torch.linalg.lstsq(a, b, driver="gelsd")[:2])
     check_capture(solve, Spec("b 7 4"), Spec("b 7 2"), sizes=[{"b": 2}, {"b": 3}], aten=True)

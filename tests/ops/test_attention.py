@@ -12,7 +12,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops import builder
 from onnxtrain.ops.attention.flash import _runs_flash, attention, attention_backward
 from onnxtrain.testing import Spec, assert_no_worse_than_eager
-from tests.ops.captures import OfTensors, check_capture
+from tests.ops.captures import FunctionModule, check_capture
 
 HEADS, WIDTH = 3, 8
 SIZES = ({"b": 2, "l": 4, "s": 5}, {"b": 3, "l": 6, "s": 7}, {"b": 1, "l": 4, "s": 2})
@@ -59,7 +59,7 @@ def test_repeat_kv_in_bfloat16_is_bitwise_equal_to_enable_gqa():
     def shared(q, k, v):
         return sdpa(heads(q, 4), heads(k, 2), heads(v, 2), dropout_p=0.5, enable_gqa=True)
 
-    ours = ORTModule(OfTensors(repeated), rng="torch")
+    ours = ORTModule(FunctionModule(repeated), rng="torch")
     for batch, length in ((2, 5), (1, 1), (3, 4)):
         tensors = [torch.randn(batch, length, WIDTH * n).bfloat16() for n in (4, 2, 2)]
         results = []
@@ -134,7 +134,7 @@ EXACT = {
 def test_step_is_bitwise_equal_to_eager(case, dtype):
     """The kernels are eager's, and so are the dropout masks."""
     op_type, options = case
-    module = OfTensors(lambda q, k, v: attend(q, k, v, **options))
+    module = FunctionModule(lambda q, k, v: attend(q, k, v, **options))
     ours = ORTModule(module, rng="torch")
     tensors = _tokens(dtype)
     for got, expected in zip(_step(ours, tensors), _step(module, tensors), strict=True):
@@ -146,7 +146,7 @@ def test_dropout_with_a_mask_matches_eager():
     def masked(q, k, v, bias):
         return attend(q, k, v, bias, dropout_p=0.2) + attend(q, k, v, bias > 0, dropout_p=0.2)
 
-    _check_step(ORTModule(OfTensors(masked), rng="torch"), OfTensors(masked), _tokens(masked=True))
+    _check_step(ORTModule(FunctionModule(masked), rng="torch"), FunctionModule(masked), _tokens(masked=True))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_the_mask_of_empty_attention_has_no_gradient(query, key, mask):
 
 
 def test_disabled_flash_kernel_is_not_captured():
-    module = OfTensors(attend)
+    module = FunctionModule(attend)
     with sdpa_kernel(SDPBackend.MATH):
         ours = ORTModule(module, rng="torch")
         _check_step(ours, module, _tokens())

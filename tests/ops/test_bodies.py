@@ -1,4 +1,4 @@
-"""Bodies inlined, and bodies as functions: on stock onnxruntime both compute the same as the op."""
+"""Bodies, inlined or as functions: on stock onnxruntime both compute the same as the op."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnxtrain.ops.constructors import define_unary
 from onnxtrain.ops.local_functions import as_functions
 from tests.graph.small import graph_of
 
-# Ops of these tests: half is x/2 by a constant, shaped goes through its own sizes and half, same is x itself.
+# Ops of these tests: half is x/2 by a constant, shaped reads its own sizes and contains half, same returns x itself.
 
 
 def _half(op, n):
@@ -33,11 +33,11 @@ def _shaped(op, n):
     return op.own.TestHalf(op.Reshape(op.Neg(n.x), op.shape_of(n.x)))
 
 
-def _by_number(op, n):
-    last = type_of(n.x).shape[-1]
-    if not isinstance(last, int):
-        raise GraphError("the last size must be a number")
-    return op.Mul(n.x, op.scalar(float(last), like=n.x))
+def _by_static_size(op, n):
+    last_size = type_of(n.x).shape[-1]
+    if not isinstance(last_size, int):
+        raise GraphError("the last size must be static")
+    return op.Mul(n.x, op.scalar(float(last_size), like=n.x))
 
 
 def _by_rank(op, n):
@@ -48,23 +48,23 @@ def _scaled(op, n):
     return op.Mul(n.x, op.scalar(n.alpha, like=n.x))
 
 
-def _wrong(op, n):
+def _of_wrong_type(op, n):
     return op.Cast(n.x, to=ir.DataType.DOUBLE)
 
 
-def _endless(op, n):
-    return op.own.TestEndless(n.x)
+def _recursive(op, n):
+    return op.own.TestRecursive(n.x)
 
 
 BODIES = {
     "TestHalf": _half,
     "TestShaped": _shaped,
     "TestSame": lambda op, n: n.x,
-    "TestByNumber": _by_number,
+    "TestByStaticSize": _by_static_size,
     "TestByRank": _by_rank,
     "TestScaled": _scaled,
-    "TestWrong": _wrong,
-    "TestEndless": _endless,
+    "TestWrongType": _of_wrong_type,
+    "TestRecursive": _recursive,
     "TestNoBody": NoBody("it runs Python"),
 }
 
@@ -101,7 +101,7 @@ def chain():
     return op.graph
 
 
-def test_bodies_within_bodies_are_inlined_until_standard_ops_are_left():
+def test_nested_bodies_are_inlined_down_to_standard_ops():
     graph = chain()
     before = str(graph)
     model = inline_bodies(graph)
@@ -112,13 +112,13 @@ def test_bodies_within_bodies_are_inlined_until_standard_ops_are_left():
     np.testing.assert_allclose(run(model, X)[0], -X / 4)
 
 
-def test_kept_nodes_stay():
+def test_kept_nodes_are_not_inlined():
     model = inline_bodies(chain(), keep=lambda node: node.op_type == "TestHalf")
     assert [n.op_type for n in model.graph if n.domain] == ["TestHalf", "TestHalf"]
     assert model.graph.opset_imports["onnxtrain"] == 1
 
 
-def test_an_input_that_becomes_an_output_goes_through_an_identity():
+def test_input_that_becomes_an_output_is_copied_by_an_identity():
     op, (x,) = graph_of(x=("b", 4))
     y, z = op.own.TestSame(x), op.own.TestSame(op.own.TestSame(x))
     y.name, z.name = "y", "z"
@@ -129,7 +129,7 @@ def test_an_input_that_becomes_an_output_goes_through_an_identity():
             np.testing.assert_array_equal(result, X)
 
 
-def test_an_op_without_a_body_is_named_with_its_reason_unless_kept():
+def test_op_without_a_body_raises_its_reason_unless_kept():
     op, (x,) = graph_of(x=("b", 4))
     with op.at({"line": "model.py:3"}):
         op.graph.outputs.append(op.own.TestNoBody(x))
@@ -140,15 +140,17 @@ def test_an_op_without_a_body_is_named_with_its_reason_unless_kept():
     assert ops_of(as_functions(ir.Model(op.graph, ir_version=10))) == {"TestNoBody"}
 
 
-@pytest.mark.parametrize(("name", "message"), [("TestWrong", "another type"), ("TestEndless", "back to their own")])
-def test_a_body_that_cannot_be_right_is_refused(name, message):
+@pytest.mark.parametrize(
+    ("name", "message"), [("TestWrongType", "of a wrong type"), ("TestRecursive", "contain the ops themselves")]
+)
+def test_invalid_body_raises(name, message):
     op, (x,) = graph_of(x=("b", 4))
     op.graph.outputs.append(getattr(op.own, name)(x))
     with pytest.raises(GraphError, match=message):
         inline_bodies(op.graph)
 
 
-def test_functions_serve_all_sizes_and_are_special_to_a_rank():
+def test_one_function_per_rank_serves_all_sizes():
     op, (x, y, z) = graph_of(x=("b", 4), y=("b", "2*b"), z=("b", "c", 4))
     op.graph.outputs.extend([op.own.TestShaped(v) for v in (x, y, z)])
     model = as_functions(ir.Model(op.graph, ir_version=10))
@@ -167,9 +169,9 @@ def test_functions_call_no_functions():
     np.testing.assert_allclose(run(model, X)[0], -X / 4)
 
 
-def test_a_body_that_asks_for_numbers_gets_a_function_for_each():
+def test_body_that_needs_static_sizes_gets_a_function_for_each():
     op, (x, y, z) = graph_of(x=("b", 4), y=("b", 2), z=("c", 4))
-    op.graph.outputs.extend([op.own.TestByNumber(v) for v in (x, y, z)])
+    op.graph.outputs.extend([op.own.TestByStaticSize(v) for v in (x, y, z)])
     model = as_functions(ir.Model(op.graph, ir_version=10))
     assert [n.overload for n in model.graph] == ["", "1", ""]
     narrow = X[:, :2].copy()
@@ -177,7 +179,7 @@ def test_a_body_that_asks_for_numbers_gets_a_function_for_each():
         np.testing.assert_array_equal(result, expected)
 
 
-def test_functions_are_special_to_element_types_and_attributes():
+def test_one_function_per_element_type_and_attributes():
     op, (x,) = graph_of(x=("b", 4))
     double = ir.Value(name="d")
     set_type(double, TensorType(ir.DataType.DOUBLE, ("b", 4)))
@@ -194,7 +196,7 @@ def test_functions_are_special_to_element_types_and_attributes():
         assert result.dtype == expected.dtype
 
 
-def test_a_function_says_for_what_it_is_made():
+def test_doc_string_of_a_function_describes_its_case():
     op, (x,) = graph_of(x=("b", 4))
     op.graph.outputs.append(op.own.TestHalf(x))
     (function,) = as_functions(ir.Model(op.graph, ir_version=10)).functions.values()
@@ -202,7 +204,7 @@ def test_a_function_says_for_what_it_is_made():
 
 
 def _calls_to_inline(nodes: int) -> int:
-    """How many Python functions are called while the bodies of so many nodes are inlined."""
+    """Return the number of Python calls that inlining the bodies of this many nodes takes."""
     op, (x,) = graph_of(x=("b", 4))
     for _ in range(nodes):
         x = op.own.TestShaped(x)
@@ -223,16 +225,16 @@ def _calls_to_inline(nodes: int) -> int:
     return count
 
 
-def test_inlining_takes_time_in_proportion_to_the_nodes() -> None:
-    """Calls are counted, not seconds: twice the nodes, twice the calls, and not four times."""
-    _calls_to_inline(20)  # what is done once
+def test_inlining_is_linear_in_the_number_of_nodes() -> None:
+    """By Python calls, not by seconds: twice the nodes take twice the calls, not four times as many."""
+    _calls_to_inline(20)  # warm up caches
     few, many = _calls_to_inline(100), _calls_to_inline(200)
     assert few > 100
     assert many < 2.2 * few
 
 
-def test_new_values_have_names_that_no_inlined_body_has():
-    """A body's result takes the name of the op's, which the copy of the graph has to know as taken."""
+def test_new_values_get_names_that_inlined_bodies_do_not_use():
+    """The result of a body gets the name of the op's output, which the copied graph must reserve."""
     op, (x,) = graph_of(x=("b", 4))
     y = op.own.TestHalf(x)
     y.name = "val_20"
@@ -244,7 +246,7 @@ def test_new_values_have_names_that_no_inlined_body_has():
     assert len(set(names)) == len(names)
 
 
-def test_a_size_has_one_name_in_a_copied_graph():
+def test_values_of_sizes_have_unique_names_in_a_copied_graph():
     op, (x,) = graph_of(x=("b", 4))
     op.graph.outputs.append(op.Reshape(x, op.sizes(("b", 4))))
     graph = traversal.clone(op.graph)[0]

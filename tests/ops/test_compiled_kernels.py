@@ -37,7 +37,7 @@ from tests.ops import (
     cases_loss,
     cases_norm,
 )
-from tests.ops.captures import OfTensors
+from tests.ops.captures import FunctionModule
 
 pytestmark = pytest.mark.compiler
 
@@ -344,7 +344,7 @@ def test_cross_entropy_of_few_scores_compiles_nothing(
     requested: list[str] = []
     monkeypatch.setattr(Library, "request", lambda library: requested.append(library.name))
     scores, target = torch.randn(shape, requires_grad=True), torch.randint(shape[1], shape[:1])
-    module = ORTModule(OfTensors(lambda x, y: (torch.nn.functional.cross_entropy(x, y),)))
+    module = ORTModule(FunctionModule(lambda x, y: (torch.nn.functional.cross_entropy(x, y),)))
     (loss,) = module(scores, target)
     loss.backward()
     assert ("cross_entropy" in requested) == asks
@@ -643,7 +643,7 @@ def test_causal_mask_becomes_a_flag(dropout: float, monkeypatch: pytest.MonkeyPa
             return original(*arguments, **keywords)
 
         monkeypatch.setattr(compiled_kernels, direction, recorded)
-    module = OfTensors(
+    module = FunctionModule(
         lambda q, k, v: (torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True),)
     )
     ours = ORTModule(module, rng="fast")

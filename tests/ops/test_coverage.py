@@ -1,4 +1,4 @@
-"""What must have a definition: ONNX's operators, and the operators and gradients of ONNX Runtime Training."""
+"""Every operator of ONNX and of ONNX Runtime Training has a definition, or a reason in ops/unsupported.py."""
 
 import onnx
 import pytest
@@ -53,27 +53,27 @@ TRAINING = words("""
 """)
 
 
-def test_every_operator_of_onnx_is_defined_or_left_out_for_a_reason() -> None:
+def test_every_onnx_operator_has_a_definition_or_a_reason() -> None:
     names = {s.name for s in onnx.defs.get_all_schemas() if s.domain == "" and not s.deprecated}
-    silent = {n for n in names if ("", n) not in OPS and n not in ONNX_OPERATORS}
-    assert not silent, f"define these, or say in ops/unsupported.py why not: {sorted(silent)}"
+    missing = {n for n in names if ("", n) not in OPS and n not in ONNX_OPERATORS}
+    assert not missing, f"define these, or add the reason to ops/unsupported.py: {sorted(missing)}"
 
 
-def test_every_training_operator_is_defined_or_left_out_for_a_reason() -> None:
-    silent = {n for n in TRAINING if ("com.microsoft", n) not in OPS and n not in TRAINING_OPERATORS}
-    assert not silent, f"define these, or say in ops/unsupported.py why not: {sorted(silent)}"
+def test_every_training_operator_has_a_definition_or_a_reason() -> None:
+    missing = {n for n in TRAINING if ("com.microsoft", n) not in OPS and n not in TRAINING_OPERATORS}
+    assert not missing, f"define these, or add the reason to ops/unsupported.py: {sorted(missing)}"
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_every_gradient_of_onnxruntime_training_is_here(name: str) -> None:
+def test_every_op_with_a_gradient_in_onnxruntime_training_has_one(name: str) -> None:
     if name in TRAINING_OPERATORS:
         return
-    definitions = [definition for (_, known), definition in OPS.items() if known == name]
+    definitions = [definition for (_, op_name), definition in OPS.items() if op_name == name]
     assert definitions, f"{name} has no definition"
     assert all(definition.gradient is not NOT_DIFFERENTIABLE for definition in definitions)
 
 
-def test_nothing_is_defined_and_left_out() -> None:
+def test_no_operator_is_both_defined_and_unsupported() -> None:
     both = [n for n in ONNX_OPERATORS if ("", n) in OPS]
     both += [n for n in PYTORCH_OPERATORS if any(overload.startswith(f"aten.{n}.") for overload in FROM_TORCH)]
     both += [n for n in PYTORCH_USES if not any(overload.startswith(f"aten.{n}.") for overload in FROM_TORCH)]
@@ -82,15 +82,15 @@ def test_nothing_is_defined_and_left_out() -> None:
     assert not both, both
 
 
-def test_operators_that_stay_pytorchs_exist() -> None:
-    names = [n for n in (*PYTORCH_OPERATORS, *PYTORCH_USES) if "::" not in n]  # the others depend on what is imported
+def test_listed_pytorch_operators_exist() -> None:
+    names = [n for n in (*PYTORCH_OPERATORS, *PYTORCH_USES) if "::" not in n]  # others depend on imported packages
     missing = [n for n in names if not hasattr(torch.ops.aten, n)]
     assert not missing, missing
 
 
 def test_definitions_have_all_attributes_inputs_and_outputs_of_onnx() -> None:
-    """An ONNX model may use all of them. What is missing is what `device/from_onnx` works out before."""
-    worked_out = {
+    """An ONNX model may use all of them, except those that `device/from_onnx` resolves."""
+    resolved_on_import = {
         "AveragePool": {"auto_pad", "dilations"},
         "BatchNormalization": {"running_mean", "running_var"},
         "Conv": {"auto_pad", "kernel_shape"},
@@ -104,11 +104,11 @@ def test_definitions_have_all_attributes_inputs_and_outputs_of_onnx() -> None:
         schema = onnx.defs.get_schema(name, 23, "")
         missing = set(schema.attributes) - set(definition.attributes)
         extra = set(definition.attributes) - set(schema.attributes)
-        assert not extra, f"{name} has attributes that ONNX does not know: {extra}"
+        assert not extra, f"{name} has attributes that ONNX lacks: {extra}"
         variadic = definition.inputs[-1:] and definition.inputs[-1].endswith("...")
         assert variadic or len(definition.inputs) == len(schema.inputs), name
         if len(definition.outputs) < len(schema.outputs):
             missing |= {o.name for o in schema.outputs[len(definition.outputs) :]}
         if missing:
             lacking[name] = missing
-    assert lacking == worked_out
+    assert lacking == resolved_on_import

@@ -11,7 +11,7 @@ from onnxtrain import ORTModule
 from onnxtrain.ops import OPS
 from onnxtrain.ops.definition import OpDef
 from onnxtrain.testing import Spec
-from tests.ops.captures import OfTensors, check_capture
+from tests.ops.captures import FunctionModule, check_capture
 
 POSITIVE = Spec("b s h", low=0.2, high=2.0)
 INNER = Spec("b s h", low=-0.9, high=0.9)
@@ -220,7 +220,7 @@ def test_captured_function_matches_eager_in_bfloat16(name: str) -> None:
 )
 def test_copy_shares_no_memory(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.randn(2, 3)
-    y = ORTModule(OfTensors(copy))(x)
+    y = ORTModule(FunctionModule(copy))(x)
     y.zero_()
     assert x.all()
 
@@ -233,7 +233,7 @@ def test_requested_memory_format_is_kept() -> None:
         lambda x: x.contiguous(memory_format=torch.channels_last),
         lambda x: x.transpose(1, 2).contiguous(),
     ):
-        assert ORTModule(OfTensors(function))(x).stride() == function(x).stride()
+        assert ORTModule(FunctionModule(function))(x).stride() == function(x).stride()
 
 
 def test_powers_of_unsupported_types_stay_aten_nodes() -> None:

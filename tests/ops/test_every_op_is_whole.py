@@ -1,6 +1,6 @@
-"""Walks the registry: every definition against PyTorch autograd, against its own body, and its axes by gathering.
+"""All definitions: kernel and gradient against PyTorch autograd and against the body; axis maps by gathering.
 
-Cases stand beside each family's tests, in `tests/ops/cases_<family>.py`.
+The cases of each family are in `tests/ops/cases_<family>.py`.
 """
 
 import functools
@@ -26,55 +26,55 @@ CASES: list[OpCase] = [
 ]
 
 
-# At infinities and NaN their bodies give other numbers than PyTorch, whose own kernels of ELUs disagree there.
-OTHER_AT_SPECIALS = {
+# At infinities and NaN the bodies of these differ from PyTorch, whose own ELU kernels disagree there.
+DIFFERENT_AT_SPECIALS = {
     "onnx-Elu", "onnx-Selu", "onnx-Celu", "onnxtrain-Celu", "onnxtrain-SmoothL1Loss",
     "onnxtrain-HuberLoss", "onnxtrain-BinaryCrossEntropyWithLogits", "com.microsoft-BatchNormInternal",
     "onnxtrain-GroupNormalization",
 }  # fmt: skip
 
 
-def matches_autograd(check: CaseCheck, sizes: Sequence[Mapping[str, int]]) -> None:
-    ran = [check.check_sizes(known) for known in sizes]
-    assert ran[0], "PyTorch refuses the first set of sizes: the case tests nothing"
+def assert_matches_autograd(check: CaseCheck, size_sets: Sequence[Mapping[str, int]]) -> None:
+    ran = [check.check_sizes(sizes) for sizes in size_sets]
+    assert ran[0], "PyTorch rejects the first set of sizes: the case tests nothing"
     if check.case.specials:
-        check.check_sizes(sizes[0], special=True)
+        check.check_sizes(size_sets[0], special=True)
 
 
-def matches_its_body(check: CaseCheck, sizes: Sequence[Mapping[str, int]]) -> None:
+def assert_matches_body(check: CaseCheck, size_sets: Sequence[Mapping[str, int]]) -> None:
     if not check.has_body:
         return
-    ran = [check.check_body(known) for known in sizes]
-    assert ran[0], "PyTorch refuses the first set of sizes: the case tests nothing"
+    ran = [check.check_body(sizes) for sizes in size_sets]
+    assert ran[0], "PyTorch rejects the first set of sizes: the case tests nothing"
     name = f"{check.case.domain or 'onnx'}-{check.case.name}"
-    if check.case.specials and name not in OTHER_AT_SPECIALS:
-        check.check_body(sizes[0], special=True)
+    if check.case.specials and name not in DIFFERENT_AT_SPECIALS:
+        check.check_body(size_sets[0], special=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_is_whole(case: OpCase, dtype: torch.dtype) -> None:
-    """In float32 at every set of sizes, in float64 at the first: no definition reads both."""
-    check, sizes = CaseCheck(case, dtype), list(case.size_sets())
+    """In float32 at all sets of sizes, in float64 at the first: no definition depends on both."""
+    check, size_sets = CaseCheck(case, dtype), list(case.size_sets())
     properties: dict[str, Callable[[], object]]
     if dtype == torch.float32:
         properties = {
-            "matches autograd": lambda: matches_autograd(check, sizes),
-            "matches its body": lambda: matches_its_body(check, sizes),
-            "factors tell the truth": check.check_factor,
+            "matches autograd": lambda: assert_matches_autograd(check, size_sets),
+            "matches its body": lambda: assert_matches_body(check, size_sets),
+            "scalar factors are right": check.check_factor,
         }
     else:
         properties = {
-            "matches autograd": lambda: matches_autograd(check, sizes[:1]),
-            "matches its body": lambda: matches_its_body(check, sizes[:1] if case.bodies is True else sizes),
-            "axes tell the truth": check.check_axes,
-            "moves tell the truth": check.check_moves,
+            "matches autograd": lambda: assert_matches_autograd(check, size_sets[:1]),
+            "matches its body": lambda: assert_matches_body(check, size_sets[:1] if case.bodies is True else size_sets),
+            "axis map is right": check.check_axes,
+            "moved inputs are right": check.check_moves,
         }
     failures = []
-    for name, holds in properties.items():
+    for name, check_property in properties.items():
         try:
-            holds()
-        except Exception as error:  # noqa: BLE001  # one failure hides no other
+            check_property()
+        except Exception as error:  # noqa: BLE001  # report all failures
             error.add_note(f"{case} in {dtype}: {name}")
             failures.append(error)
     if failures:
@@ -87,27 +87,26 @@ CHOICES = [case for case in CASES if sum(bool(k.name) for k in lookup(case.domai
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CHOICES, ids=str)
 def test_every_candidate_matches_autograd(case: OpCase, dtype: torch.dtype) -> None:
-    """Not only the kernel that is chosen: another machine chooses another."""
+    """All candidates, not only the chosen one: another machine may choose another."""
     ran: set[str] = set()
 
     def candidates(node: ir.Node, device: str) -> tuple[Kernel, ...]:
         return definition_of(node).candidates(node, device)
 
-    def named(name: str, node: ir.Node, device: str) -> Kernel:
+    def kernel_named(name: str, node: ir.Node, device: str) -> Kernel:
         return next((k for k in candidates(node, device) if k.name == name), expected_kernel(node, device))
 
     for name in sorted({k.name for k in lookup(case.domain, case.name).kernels}):
-        check = CaseCheck(case, dtype, functools.partial(named, name))
-        letters = case.letters()
-        sixteens = [] if case.sizes else [dict(zip(letters, itertools.cycle((16, 32, 48)), strict=False))]
-        ran |= {name for known in [*case.size_sets(), *sixteens] if check.check_sizes(known)}
+        check = CaseCheck(case, dtype, functools.partial(kernel_named, name))
+        multiples_of_16 = [] if case.sizes else [dict(zip(case.letters(), itertools.cycle((16, 32, 48)), strict=False))]
+        ran |= {name for sizes in [*case.size_sets(), *multiples_of_16] if check.check_sizes(sizes)}
     assert "aten" in ran
 
 
 def test_every_op_has_a_case() -> None:
     tested = {(case.domain, case.name) for case in CASES}
-    tested |= {(ATEN, "ATen"), (ATEN, "ATenGrad")}  # any operator in any arguments: tests/ops/test_aten.py
+    tested |= {(ATEN, "ATen"), (ATEN, "ATenGrad")}  # any operator with any arguments: tests/ops/test_aten.py
     tested |= {(MICROSOFT, op) for op in ("PythonOp", "PythonOpGrad")}  # any Python: tests/capture/python_functions/
-    tested |= {(OWN, "Foreign")}  # any op that is not known: tests/device/test_artifacts_imports.py
+    tested |= {(OWN, "Foreign")}  # any unknown op: tests/device/test_artifacts_imports.py
     missing = sorted(f"{domain or 'ai.onnx'}::{name}" for domain, name in OPS if (domain, name) not in tested)
     assert not missing, f"no case in tests/ops for {', '.join(missing)}"

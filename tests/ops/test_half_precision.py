@@ -6,23 +6,23 @@ import torch
 from onnxtrain.testing import CaseCheck, OpCase
 from tests.ops.test_every_op_is_whole import CASES
 
-# Their float32 statistics are inputs or outputs of a type of their own: tests/ops/test_attention.py, test_norm.py.
-OTHERS = {"FlashAttention", "FlashAttentionGrad", "WeightNormGrad"}
-HALF = [case for case in CASES if case.name not in OTHERS]
+# Their statistics stay float32, which these cases do not support. See tests/ops/test_attention.py and test_norm.py.
+WITH_FLOAT32_STATISTICS = {"FlashAttention", "FlashAttentionGrad", "WeightNormGrad"}
+HALF_PRECISION_CASES = [case for case in CASES if case.name not in WITH_FLOAT32_STATISTICS]
 
 
 def check(case: OpCase, dtype: torch.dtype) -> None:
     if not CaseCheck(case, dtype).check_sizes(next(iter(case.size_sets()))):
-        pytest.skip("PyTorch refuses the type")
+        pytest.skip("PyTorch does not support the type")
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("case", HALF, ids=str)
+@pytest.mark.parametrize("case", HALF_PRECISION_CASES, ids=str)
 def test_bfloat16(case: OpCase) -> None:
     check(case, torch.bfloat16)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", HALF, ids=str)
+@pytest.mark.parametrize("case", HALF_PRECISION_CASES, ids=str)
 def test_float16(case: OpCase) -> None:
     check(case, torch.float16)

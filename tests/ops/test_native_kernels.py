@@ -1,4 +1,4 @@
-"""Stock onnxruntime's own kernels, where a definition says that they compute the same (`ort_compatible`)."""
+"""Stock onnxruntime's kernels of ops that are `ort_compatible` compute the same as PyTorch."""
 
 import onnx_ir as ir
 import pytest
@@ -10,7 +10,7 @@ from onnxtrain.testing import CaseCheck, OpCase, run_model
 from tests.ops.cases_onnx_models import CASES
 
 
-def natively(model: ir.Model, name: str) -> bool:
+def is_ort_compatible(model: ir.Model, name: str) -> bool:
     nodes = [node for node in model.graph if node.op_type == name and node.domain == ONNX]
     return bool(nodes) and all(definition_of(node).ort_compatible(view(node)) for node in nodes)
 
@@ -18,14 +18,14 @@ def natively(model: ir.Model, name: str) -> bool:
 @pytest.mark.parametrize("case", [c for c in CASES if c.domain == ONNX], ids=str)
 def test_native_kernel_computes_the_same(case: OpCase) -> None:
     check = CaseCheck(case, torch.float32)
-    if not natively(check.model, case.name):
-        pytest.skip("written out for onnxruntime")
-    for known in case.size_sets():
-        tensors = check.tensors(known)
+    if not is_ort_compatible(check.model, case.name):
+        pytest.skip("onnxruntime runs the body")
+    for sizes in case.size_sets():
+        tensors = check.tensors(sizes)
         try:
-            eager = check.reference(tensors, known, torch.float32)
-            exact = check.reference(tensors, known, torch.float64)
+            eager = check.reference(tensors, sizes, torch.float32)
+            exact = check.reference(tensors, sizes, torch.float64)
         except (RuntimeError, IndexError, ValueError):
             continue
         got = run_model(check.model, tensors)
-        check._compare(f"{case} {dict(known)} native", got, eager.outputs, exact.outputs)
+        check._compare(f"{case} {dict(sizes)} native", got, eager.outputs, exact.outputs)

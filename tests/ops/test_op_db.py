@@ -1,9 +1,9 @@
-"""PyTorch's own operator database: what each differentiable operator becomes, and that its numbers are eager's.
+"""PyTorch's operator database: how each differentiable operator is captured, and that its values are eager's.
 
-Why an operator is not native, falls back or has its gradient at run time stands in `ops/unsupported.py`, and so in
-the reference page of operators.
+`ops/unsupported.py`, and with it the reference page of operators, has the reason why an operator is not native, falls
+back, or takes its gradient at run time.
 
-A fixed sample runs always, the whole database under --slow. `python -m tests.ops.op_db_sweep` prints the counts.
+A fixed sample always runs, the whole database with --slow. `python -m tests.ops.op_db_sweep` prints the counts.
 """
 
 import pytest
@@ -35,12 +35,12 @@ SAMPLE = {
 }
 
 
-@needs_torch(2, 13, "has another database: the tables are of this one")
-def test_the_tables_know_their_operators() -> None:
+@needs_torch(2, 13, "has another database than these tables")
+def test_listed_operators_are_in_the_database() -> None:
     assert {*SAMPLE, *PYTORCH_RUNS, *PYTORCH_AT_RUN_TIME} <= OPERATORS.keys()
 
 
-def test_few_operators_fall_back_and_few_are_differentiated_at_run_time() -> None:
+def test_few_operators_fall_back_or_take_gradients_at_run_time() -> None:
     assert len(PYTORCH_RUNS) <= 0.05 * len(OPERATORS)
     assert len(PYTORCH_AT_RUN_TIME) <= 0.10 * len(OPERATORS)
 
@@ -58,9 +58,9 @@ def test_all(op: OpInfo) -> None:
     outcome = check_operator(op, samples=2)
     name = full_name(op)
     if name in PYTORCH_RUNS:
-        assert outcome.form == Form.FAILED, f"{name} becomes a graph now: take it out of PYTORCH_RUNS"
+        assert outcome.form == Form.FAILED, f"{name} is captured now: remove it from PYTORCH_RUNS"
         return
     assert outcome.form != Form.FAILED, outcome.error
     assert outcome.form < Form.RUN_TIME or name in PYTORCH_AT_RUN_TIME, outcome.reasons
-    silent = {o.removeprefix("aten::") for o in outcome.operators} - PYTORCH_OPERATORS.keys() - PYTORCH_USES.keys()
-    assert not silent, f"say in ops/unsupported.py why these stay ATen nodes: {sorted(silent)}"
+    unlisted = {o.removeprefix("aten::") for o in outcome.operators} - PYTORCH_OPERATORS.keys() - PYTORCH_USES.keys()
+    assert not unlisted, f"add the reason why these stay ATen nodes to ops/unsupported.py: {sorted(unlisted)}"

@@ -1,4 +1,4 @@
-"""Dropout draws eager PyTorch's numbers, or as many of its own; and what it leaves is right."""
+"""Dropout and random tensors: with `rng="torch"` bitwise equal to eager, with `rng="fast"` right in distribution."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.random.dropout import dropout, dropout_of_dynamic_ratio, fast_dropout
 from onnxtrain.testing import case_graph, run_model
-from tests.ops.captures import OfTensors
+from tests.ops.captures import FunctionModule
 from tests.ops.cases_randomness import CASES
 
 LAYOUTS = {
@@ -30,7 +30,7 @@ def _scale(ratio: float, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(5, 7, 9), (16, 31, 33)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_dropout_is_eagers_bit_for_bit(layout, shape, dtype):
+def test_dropout_is_bitwise_equal_to_eager(layout, shape, dtype):
     x = layout(torch.randn(shape).to(dtype))
     for ratio in (0.1, 0.123, 0.5, 0.9):
         torch.manual_seed(3)
@@ -47,20 +47,20 @@ def test_dropout_is_eagers_bit_for_bit(layout, shape, dtype):
 
 @pytest.mark.parametrize("shape", [(5, 7, 9), (16, 31, 33)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_fast_dropout_keeps_the_layout(layout, shape):
+def test_fast_dropout_preserves_strides(layout, shape):
     x = layout(torch.randn(shape))
     y, mask = fast_dropout(x, 16384, 4 / 3)
     assert y.stride() == mask.stride() == torch.empty_like(x).stride()
     assert torch.equal(y, x * mask * (4 / 3))
 
 
-def test_fast_dropout_keeps_the_share_that_it_says_and_follows_the_seed():
+def test_fast_dropout_has_the_given_ratio_and_follows_the_seed():
     x, ratio = torch.ones(1000, 1001), 6554 / 65536
     torch.manual_seed(3)
     y, mask = fast_dropout(x, 6554, 1 / (1 - ratio))
     count, sigma = x.numel(), (ratio * (1 - ratio) / x.numel()) ** 0.5
     assert abs(mask.sum().item() / count - (1 - ratio)) < 4 * sigma
-    for axis in (0, 1):  # no row or column is drawn unlike the others
+    for axis in (0, 1):  # rows and columns vary as independent samples do
         shares = mask.float().mean(axis)
         assert abs(shares.std() / (ratio * (1 - ratio) / x.shape[axis]) ** 0.5 - 1) < 0.15
     torch.manual_seed(3)
@@ -68,7 +68,7 @@ def test_fast_dropout_keeps_the_share_that_it_says_and_follows_the_seed():
     assert not torch.equal(fast_dropout(x, 6554, 1 / (1 - ratio))[0], y)
 
 
-def test_ratios_that_leave_nothing_to_draw():
+def test_ratios_that_need_no_samples():
     x, state = torch.randn(3, 4), torch.get_rng_state()
     for ratio, training, kept in ((0.0, True, True), (0.3, False, True), (1.0, True, False)):
         y, mask = dropout_of_dynamic_ratio(x, ratio, training)
@@ -78,7 +78,7 @@ def test_ratios_that_leave_nothing_to_draw():
 
 
 def _step(module: torch.nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Outputs, gradient and the state of the generator, after the same seed."""
+    """Return outputs, gradient and the state of the generator, from a fixed seed."""
     x = x.detach().requires_grad_()
     torch.manual_seed(11)
     outputs = module(x)
@@ -103,31 +103,31 @@ def _dropouts(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_module_with_dropout_equals_eager(dtype):
-    module = OfTensors(_dropouts)
+def test_module_with_dropouts_matches_eager(dtype):
+    module = FunctionModule(_dropouts)
     ours = ORTModule(module, rng="torch")
     for sizes in ((3, 4, 6), (2, 5, 6)):
         x = torch.randn(sizes).to(dtype)
         outputs, gradient, state = _step(ours, x)
         expected, expected_gradient, expected_state = _step(module, x)
-        for y, right in zip(outputs, expected, strict=True):
-            assert torch.equal(y, right)
-        torch.testing.assert_close(gradient, expected_gradient)  # a sum of nine, perhaps in another order
+        for y, expected_y in zip(outputs, expected, strict=True):
+            assert torch.equal(y, expected_y)
+        torch.testing.assert_close(gradient, expected_gradient)  # a sum of nine terms, possibly in another order
         assert torch.equal(state, expected_state)
 
 
-@pytest.mark.parametrize("traced_again", [False, True])
-def test_draws_that_nobody_reads_are_drawn(traced_again):
-    """Those that follow would be others without them."""
+@pytest.mark.parametrize("retraced", [False, True])
+def test_unused_dropout_still_samples(retraced):
+    """Otherwise later samples would differ from eager's."""
 
     def forward(x):
         F.dropout(x, 0.5)
-        if traced_again:  # by PyTorch, to make it functional
+        if retraced:  # PyTorch retraces the export to functionalize isclose
             torch.isclose(x, x)
         return F.dropout(x, 0.5)
 
     x = torch.randn(64)
-    ours = ORTModule(OfTensors(forward), rng="torch")
+    ours = ORTModule(FunctionModule(forward), rng="torch")
     torch.manual_seed(0)
     expected, state = forward(x), torch.get_rng_state()
     torch.manual_seed(0)
@@ -135,8 +135,8 @@ def test_draws_that_nobody_reads_are_drawn(traced_again):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_fast_draws_are_the_same_in_forward_and_backward():
-    ours = ORTModule(OfTensors(lambda x: (F.dropout(x, 0.1, True),)), rng="fast")
+def test_fast_dropout_has_the_same_mask_in_forward_and_backward():
+    ours = ORTModule(FunctionModule(lambda x: (F.dropout(x, 0.1, True),)), rng="fast")
     x = torch.randn(64, 65)
     (y,), gradient, _ = _step(ours, x)
     scale = torch.ones(()).div_(1 - 6554 / 65536)
@@ -149,7 +149,7 @@ def test_fast_draws_are_the_same_in_forward_and_backward():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_stock_onnxruntime_drops_and_differentiates(dtype):
+def test_dropout_and_its_gradient_on_stock_onnxruntime(dtype):
     case = next(c for c in CASES if c.label == "0.1-training")
     joint = differentiate(case_graph(case, dtype), [True], [True, False])
     x, dy = torch.randn(30, 40, 50, dtype=dtype), torch.randn(30, 40, 50, dtype=dtype)
@@ -160,7 +160,7 @@ def test_stock_onnxruntime_drops_and_differentiates(dtype):
 
 
 def _random_tensors(x):
-    """All that are ONNX's own, and a Dropout2d, which PyTorch writes with bernoulli."""
+    """Compute with all random ops of ONNX, and with Dropout2d, which PyTorch decomposes into bernoulli."""
     return (
         x + torch.randn_like(x) * torch.rand_like(x),
         x + torch.randn(x.shape[0], 1, 6, dtype=x.dtype) + torch.rand(5, 6, dtype=x.dtype),
@@ -171,8 +171,8 @@ def _random_tensors(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_random_tensors_equal_eagers(dtype):
-    module = OfTensors(_random_tensors)
+def test_random_tensors_are_bitwise_equal_to_eager(dtype):
+    module = FunctionModule(_random_tensors)
     ours = ORTModule(module, rng="torch", fallback_policy="FALLBACK_DISABLE")
     for sizes in ((4, 5, 6), (3, 5, 6)):
         x = torch.randn(sizes).to(dtype)
@@ -182,16 +182,16 @@ def test_random_tensors_equal_eagers(dtype):
         assert torch.equal(gradient, expected[1])
         assert torch.equal(state, expected[2])
     graph = engine_of(ours).newest().captured.model.graph
-    found = {node.op_type for node in graph}
-    assert found >= {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Dropout"}
-    assert "ATen" not in found
+    ops = {node.op_type for node in graph}
+    assert ops >= {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Dropout"}
+    assert "ATen" not in ops
 
 
-def test_random_tensors_that_are_not_contiguous_stay_pytorchs():
-    """It draws in the order of their memory."""
-    module = OfTensors(lambda x: (x + torch.randn_like(x.t()).t(),))
+def test_noncontiguous_random_tensors_stay_aten_nodes():
+    """PyTorch samples them in memory order."""
+    module = FunctionModule(lambda x: (x + torch.randn_like(x.t()).t(),))
     ours = ORTModule(module, rng="torch", fallback_policy="FALLBACK_DISABLE")
     x = torch.randn(3, 4)
-    for found, expected in zip(_step(ours, x), _step(module, x), strict=True):
-        assert all(map(torch.equal, found, expected))
+    for got, expected in zip(_step(ours, x), _step(module, x), strict=True):
+        assert all(map(torch.equal, got, expected))
     assert "ATen" in [node.op_type for node in engine_of(ours).newest().captured.model.graph]

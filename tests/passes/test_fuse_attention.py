@@ -15,7 +15,7 @@ from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.report import Refusal
 from onnxtrain.testing import Spec
-from tests.ops.captures import OfTensors, check_capture
+from tests.ops.captures import FunctionModule, check_capture
 from tests.zoo import huggingface
 from tests.zoo.checks import Comparison, Result, compare_named
 from tests.zoo.entry import Call, Draw, ZooModel, ragged_mask
@@ -230,7 +230,7 @@ def with_sdpa(q, k, v):
 @pytest.mark.parametrize("function", [dropped, with_sdpa])
 def test_dropout_keeps_the_same_in_forward_and_backward(function: Any) -> None:
     """Y is linear in v: its gradient shows which probabilities forward used."""
-    ours = ORTModule(OfTensors(function))
+    ours = ORTModule(FunctionModule(function))
     for batch, length in ((2, 64), (1, 33)):
         q, k = torch.randn(2, batch, length, 8)
         v, dy = torch.randn(2, batch, length, 8, dtype=torch.float32)
@@ -244,7 +244,7 @@ def test_dropout_keeps_the_same_in_forward_and_backward(function: Any) -> None:
 @pytest.mark.parametrize("function", [dropped, with_sdpa])
 def test_dropout_keeps_as_much_as_it_should(function: Any) -> None:
     """On average over draws the result is that without dropout."""
-    ours = ORTModule(OfTensors(function))
+    ours = ORTModule(FunctionModule(function))
     tensors = torch.randn(3, 1, 40, 8).unbind()
     torch.manual_seed(0)
     draws = torch.stack([ours(*tensors) for _ in range(400)])
@@ -258,7 +258,7 @@ def test_dropout_keeps_as_much_as_it_should(function: Any) -> None:
 
 @pytest.mark.parametrize("function", [dropped, with_sdpa])
 def test_who_asks_for_eagers_draws_gets_eagers_bits(function: Any) -> None:
-    ours = ORTModule(OfTensors(function), rng="torch")
+    ours = ORTModule(FunctionModule(function), rng="torch")
     found = []
     for run in (ours, function):
         torch.manual_seed(3)
@@ -321,7 +321,7 @@ REFUSED = {
 @pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
 def test_what_is_refused_says_why_and_stays_right(function: Any) -> None:
     if function is dropped_probabilities_returned:
-        ours = ORTModule(OfTensors(function))
+        ours = ORTModule(FunctionModule(function))
         ours(*torch.randn(3, 2, 5, 8, requires_grad=True).unbind())
     else:
         ours = check_capture(function, *SQUARE, sizes=SIZES[:2])

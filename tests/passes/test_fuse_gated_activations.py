@@ -16,7 +16,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.testing import Spec
-from tests.ops.captures import OfTensors, check_capture
+from tests.ops.captures import FunctionModule, check_capture
 
 X, ROW = Spec("b s 6"), Spec("6")
 ROOT = math.sqrt(2 / math.pi)
@@ -140,7 +140,7 @@ def test_an_activation_that_is_read_elsewhere_is_named() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_one_gradient_alone(wanted: int) -> None:
-    ours = ORTModule(OfTensors(silu))
+    ours = ORTModule(FunctionModule(silu))
     inputs = [torch.randn(4, 6, requires_grad=i == wanted) for i in range(2)]
     dy = torch.randn(4, 6)
     got, expected = (torch.autograd.grad(f(*inputs), inputs[wanted], dy)[0] for f in (ours, silu))

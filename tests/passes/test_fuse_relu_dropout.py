@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.ops.captures import OfTensors
+from tests.ops.captures import FunctionModule
 from tests.passes.test_fuse_gated_activations import backward_kinds, kinds
 from tests.passes.test_fuse_sums import SIZES, Form, P, gradients, keyed, results
 
@@ -61,8 +61,8 @@ STAYS: tuple[Form, ...] = (relu_read_elsewhere, with_residual, dropout_first, ot
 
 def check(form: Form, dtype: torch.dtype, **options: Any) -> nn.Module:
     """Compares with PyTorch under the same masks, at all sizes, on one capture."""
-    ours = ORTModule(OfTensors(lambda x, other: form(lambda t: F.dropout(t, P), x, other)), **options)
-    eager = OfTensors(lambda x, other: form(keyed, x, other))
+    ours = ORTModule(FunctionModule(lambda x, other: form(lambda t: F.dropout(t, P), x, other)), **options)
+    eager = FunctionModule(lambda x, other: form(keyed, x, other))
     for known in SIZES:
         tensors = [torch.randn(known["b"], known["s"], 6).to(dtype) for _ in range(2)]
         found = results(ours, tensors, dtype), results(eager, tensors, dtype), results(eager, tensors, torch.float64)
@@ -96,7 +96,7 @@ def test_a_relu_outside_of_the_models_checkpoint_stays() -> None:
     def form(x: Tensor, other: Tensor) -> Tensor:
         return checkpoint(F.dropout, torch.relu(x * other), P, use_reentrant=False).exp()  # type: ignore[no-any-return]
 
-    ours = ORTModule(OfTensors(form))
+    ours = ORTModule(FunctionModule(form))
     x, other = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
     torch.manual_seed(1)
     found = ours(x, other)

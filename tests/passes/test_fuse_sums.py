@@ -27,7 +27,7 @@ from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.fuse_sums import fuse_sums
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.ops import cases_keyed_dropout
-from tests.ops.captures import OfTensors
+from tests.ops.captures import FunctionModule
 from tests.ops.test_compiled_kernels import counting
 from tests.passes.less_work import wrap
 from tests.passes.test_fuse_gated_activations import backward_kinds, kinds
@@ -143,8 +143,8 @@ def results(module: nn.Module, tensors: list[Tensor], dtype: torch.dtype) -> lis
 
 def check(form: Form, dtype: torch.dtype = torch.float32, **options: Any) -> ORTModule:
     """Compares with PyTorch under the same masks, at all sizes, on one capture."""
-    ours = ORTModule(OfTensors(lambda x, residual: form(lambda t: F.dropout(t, P), x, residual)), **options)
-    eager = OfTensors(lambda x, residual: form(keyed, x, residual))
+    ours = ORTModule(FunctionModule(lambda x, residual: form(lambda t: F.dropout(t, P), x, residual)), **options)
+    eager = FunctionModule(lambda x, residual: form(keyed, x, residual))
     for known in SIZES:
         tensors = [torch.randn(known["b"], known["s"], 6).to(dtype) for _ in range(2)]
         found = results(ours, tensors, dtype), results(eager, tensors, dtype), results(eager, tensors, torch.float64)
@@ -194,7 +194,7 @@ def test_a_dropout_that_is_given_out_stays() -> None:
         y = F.dropout(x, P)
         return residual + y, y
 
-    ours = ORTModule(OfTensors(both))
+    ours = ORTModule(FunctionModule(both))
     x, residual = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
     h, y = ours(x, residual)
     assert torch.equal(h, residual + y)
@@ -208,7 +208,9 @@ def test_the_pass_changes_no_draw(form: Form) -> None:
     found = [
         results(
             ORTModule(
-                OfTensors(lambda x, r: form(lambda t: F.dropout(t, P), x, r)), kernels="pytorch", disabled_passes=names
+                FunctionModule(lambda x, r: form(lambda t: F.dropout(t, P), x, r)),
+                kernels="pytorch",
+                disabled_passes=names,
             ),
             tensors,
             torch.float32,
@@ -222,7 +224,7 @@ def test_the_pass_changes_no_draw(form: Form) -> None:
     ("p", "training", "rng"), [(0.0, True, "fast"), (1.0, True, "fast"), (P, False, "fast"), (P, True, "torch")]
 )
 def test_what_draws_nothing_or_as_eager_is_left_alone(p: float, training: bool, rng: str) -> None:
-    module = OfTensors(lambda x, residual: residual + F.dropout(x * 2, p, training))
+    module = FunctionModule(lambda x, residual: residual + F.dropout(x * 2, p, training))
     ours = ORTModule(module, rng=rng)
     tensors = [torch.randn(5, 6) for _ in range(2)]
     for got, expected in zip(*(results(m, tensors, torch.float32) for m in (ours, module)), strict=True):
@@ -233,7 +235,7 @@ def test_what_draws_nothing_or_as_eager_is_left_alone(p: float, training: bool, 
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_one_gradient_alone(wanted: int) -> None:
-    ours = ORTModule(OfTensors(lambda x, residual: residual + F.dropout(x, P)))
+    ours = ORTModule(FunctionModule(lambda x, residual: residual + F.dropout(x, P)))
     tensors = [torch.randn(4, 6, requires_grad=i == wanted) for i in range(2)]
     dy = torch.randn(4, 6)
     torch.manual_seed(1)

@@ -14,7 +14,7 @@ from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.index import gather
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.ops.captures import OfTensors
+from tests.ops.captures import FunctionModule
 
 Tensor = torch.Tensor
 WORDS, WIDTH = 11, 6
@@ -103,7 +103,7 @@ def test_gradients_add_up_over_batches() -> None:
 
 
 def test_a_gradient_that_the_caller_gave_is_not_written_over() -> None:
-    module = OfTensors(lambda table, rows: (F.embedding(rows, table), table * 1))
+    module = FunctionModule(lambda table, rows: (F.embedding(rows, table), table * 1))
     table, rows = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 3], [3, 0]])
     given = torch.randn(2, 2, 4), torch.randn(7, 4)
     copies = [t.clone() for t in given]
