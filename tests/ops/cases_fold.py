@@ -1,15 +1,15 @@
-"""Windows as columns and back against torch.nn.functional."""
+"""Cases of Im2Col and Col2Im, with torch.nn.functional as the reference."""
 
 import torch.nn.functional as F
 
 from onnxtrain.testing import OpCase, SizesOf, Spec
 
 SIZES = [{"n": 2, "h": 7, "w": 6}, {"n": 1, "h": 4, "w": 5}]
-PLAIN = {"kernel_shape": [2, 3]}
+UNPADDED = {"kernel_shape": [2, 3]}
 PADDED = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 1, 1, 1], "dilations": [1, 2]}
 
 CASES = [
-    OpCase("onnxtrain", "Im2Col", (Spec("n 3 h w"),), lambda x: F.unfold(x, (2, 3)), PLAIN, sizes=SIZES),
+    OpCase("onnxtrain", "Im2Col", (Spec("n 3 h w"),), lambda x: F.unfold(x, (2, 3)), UNPADDED, sizes=SIZES),
     OpCase(
         "onnxtrain",
         "Im2Col",
@@ -24,7 +24,7 @@ CASES = [
         "Col2Im",
         (Spec("n 18 24"), SizesOf("7 6")),
         lambda x, size: F.fold(x, size, (2, 3)),
-        PLAIN,
+        UNPADDED,
         sizes=SIZES,
     ),
     OpCase(

@@ -1,7 +1,7 @@
-"""Sampling of images against torch.nn.functional.
+"""Cases of GridSample, its gradient and AffineGrid, with torch.nn.functional as the reference.
 
-In both dtypes without body, and in float32 with it: onnxruntime's GridSample takes no double, and `onnx.reference`
-computes its weights in float32.
+Each case runs in both dtypes without its body, and in float32 with it: onnxruntime's GridSample lacks double, and
+`onnx.reference` computes weights in float32.
 """
 
 from typing import Any
@@ -19,24 +19,24 @@ SIZES = [
 
 
 def sizes(*letters: str, least: int = 1) -> list[dict[str, int]]:
-    """At least `least` rows: the slopes of a cubic over one row are rounding errors of 0."""
+    """Return sets of sizes with at least `least` rows: the slopes of cubic over one row are rounding errors of 0."""
     return [{k: max(s[k], least) if k == "h" else s[k] for k in letters} for s in SIZES]
 
 
-def sample(how: dict[str, Any]) -> Any:
-    rest = {"padding_mode": how["padding_mode"], "align_corners": bool(how["align_corners"])}
-    return lambda x, grid: F.grid_sample(x, grid, TORCH[how["mode"]], **rest)
+def sample(attributes: dict[str, Any]) -> Any:
+    mode, padding_mode, align_corners = (attributes[name] for name in ("mode", "padding_mode", "align_corners"))
+    return lambda x, grid: F.grid_sample(x, grid, TORCH[mode], padding_mode, bool(align_corners))
 
 
 def cases(mode: str, padding: str, align: int) -> list[OpCase]:
-    how = {"mode": mode, "padding_mode": padding, "align_corners": align}
+    attributes = {"mode": mode, "padding_mode": padding, "align_corners": align}
     return [
         OpCase(
             "",
             "GridSample",
             (Spec("n c h w", dtype), Spec("n p q 2", dtype, low=-1.7, high=1.7)),
-            sample(how),
-            how,
+            sample(attributes),
+            attributes,
             sizes=sizes(*"nchwpq", least=2 if mode == "cubic" else 1),
             bodies=dtype != "float",
             label=f"{mode}-{padding}-{align}-{dtype}",
@@ -45,10 +45,10 @@ def cases(mode: str, padding: str, align: int) -> list[OpCase]:
     ]
 
 
-def by_autograd(how: dict[str, Any]) -> Any:
+def by_autograd(attributes: dict[str, Any]) -> Any:
     def reference(dy: Any, x: Any, grid: Any) -> Any:
         x, grid = x.detach().requires_grad_(), grid.detach().requires_grad_()
-        return torch.autograd.grad(sample(how)(x, grid), (x, grid), dy)
+        return torch.autograd.grad(sample(attributes)(x, grid), (x, grid), dy)
 
     return reference
 

@@ -1,4 +1,4 @@
-"""A linear layer and its cross entropy in one op, compared with PyTorch's two operators."""
+"""Cases of LinearCrossEntropy and its gradient, with F.linear and F.cross_entropy as the reference."""
 
 from typing import Any
 
@@ -21,28 +21,28 @@ def loss_of(reduction: str) -> Any:
 
 
 def gradients_of(reduction: str) -> Any:
-    """The gradients by autograd, for a given gradient of the loss; 0 without rows."""
+    """Return autograd's gradients for a gradient dy of the loss; they are 0 without rows."""
     loss = loss_of(reduction)
 
     def gradients(dy: Any, x: Any, w: Any, b: Any, target: Any, weights: Any) -> Any:
         operands = [None if v is None else v.detach().clone().requires_grad_() for v in (x, w, b)]
         with torch.enable_grad():
-            found = loss(*operands, target, weights)
-        given = [v for v in operands if v is not None]
-        taken = iter(torch.autograd.grad(found, given, dy.detach()))
-        return tuple(None if v is None else next(taken) for v in operands)
+            y = loss(*operands, target, weights)
+        present = [v for v in operands if v is not None]
+        results = iter(torch.autograd.grad(y, present, dy.detach()))
+        return tuple(None if v is None else next(results) for v in operands)
 
     return gradients
 
 
 def with_gradients(reduction: str) -> Any:
-    """The loss, and its gradients by autograd."""
+    """Return the loss, and its gradients by autograd."""
 
-    def both(x: Any, w: Any, b: Any, target: Any, weights: Any) -> Any:
-        found = gradients_of(reduction)(x.new_ones(()), x, w, b, target, weights)
-        return loss_of(reduction)(x, w, b, target, weights), *found
+    def loss_and_gradients(x: Any, w: Any, b: Any, target: Any, weights: Any) -> Any:
+        gradients = gradients_of(reduction)(x.new_ones(()), x, w, b, target, weights)
+        return loss_of(reduction)(x, w, b, target, weights), *gradients
 
-    return both
+    return loss_and_gradients
 
 
 def case(reference: Any, reduction: str, bias: bool, weights: bool, **attributes: Any) -> OpCase:
@@ -52,11 +52,9 @@ def case(reference: Any, reduction: str, bias: bool, weights: bool, **attributes
     name = "LinearCrossEntropy"
     if "output_mask" in attributes:
         operands, name = (Spec(""), *operands), "LinearCrossEntropyGrad"
-    how = {"reduction": reduction, "ignore_index": IGNORED, **attributes}
-    label = "-".join(
-        [reduction, *(word for word, there in (("bias", bias), ("weights", weights)) if there), *attributes]
-    )
-    return OpCase("onnxtrain", name, operands, reference, how, sizes=SIZES, label=label)
+    label = "-".join([reduction, *["bias"] * bias, *["weights"] * weights, *attributes])
+    all_attributes = {"reduction": reduction, "ignore_index": IGNORED, **attributes}
+    return OpCase("onnxtrain", name, operands, reference, all_attributes, sizes=SIZES, label=label)
 
 
 CASES = [

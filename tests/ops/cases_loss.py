@@ -12,11 +12,11 @@ SIZES = [{"n": 5, "d": 3}, {"n": 1, "d": 1}, {"n": 9, "d": 2}, {"n": 0, "d": 3}]
 
 
 def labels(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Labels of seven classes; the first label is ignored."""
-    found = torch.randint(7, shape, generator=generator)
-    if found.numel() > 1:
-        found.view(-1)[0] = IGNORED
-    return found
+    """Return labels of seven classes; the first label is ignored."""
+    targets = torch.randint(7, shape, generator=generator)
+    if targets.numel() > 1:
+        targets.view(-1)[0] = IGNORED
+    return targets
 
 
 def all_ignored(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -42,16 +42,16 @@ def nll(reduction: str) -> Any:
 def cross_entropy_grad(
     dy: Any, log_prob: Any, target: Any, weights: Any, ignore_index: Any, bias: Any, total: Any
 ) -> Any:
-    """The gradient of a mean with an arbitrary total weight."""
-    kept = (target != int(ignore_index)) * weights[target]
+    """Compute the gradient of a mean with an arbitrary total weight."""
+    row_weights = (target != int(ignore_index)) * weights[target]
     one_hot = F.one_hot(target, 7)
-    dx = (log_prob.exp() - one_hot) * (kept * dy / total)[:, None]
+    dx = (log_prob.exp() - one_hot) * (row_weights * dy / total)[:, None]
     return dx if bias is None else dx + bias
 
 
 def nll_grad(dy: Any, log_prob: Any, target: Any, weights: Any, ignore_index: Any, total: Any) -> Any:
-    kept = target != int(ignore_index)
-    return -(F.one_hot(target, 7).movedim(-1, 1) * (kept * dy / total)[:, None])
+    is_counted = target != int(ignore_index)
+    return -(F.one_hot(target, 7).movedim(-1, 1) * (is_counted * dy / total)[:, None])
 
 
 INDEX = Spec("", "int64", value=IGNORED)

@@ -1,7 +1,7 @@
-"""Ops that ONNX models of other exporters bring, against PyTorch, and against ONNX's own words where PyTorch has none.
+"""Cases of ONNX ops that other exporters write, against PyTorch, or against the specification if PyTorch lacks the op.
 
-Where a gradient cuts padding off again, in both dtypes without body, and in float32 with it: onnxruntime's convolutions
-and pools take no double, and `onnx.reference` no negative padding.
+Ops whose gradient crops padding run in both dtypes without their body, and in float32 with it: onnxruntime's
+convolutions and pools lack double, and `onnx.reference` lacks negative padding.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ AXES = Spec("1", "int64", value=[1])
 POSITIVE = Spec("b s h", low=0.5, high=3.0)
 
 
-def both_ways(case: OpCase) -> list[OpCase]:
-    """The case in both dtypes without body, and in float32 with it."""
+def with_body_in_float32_only(case: OpCase) -> list[OpCase]:
+    """Return the case in both dtypes without its body, and in float32 with it."""
     inputs = tuple(
         dataclasses.replace(i, dtype=torch.float32) if isinstance(i, Spec) and i.dtype == "float" else i
         for i in case.inputs
@@ -131,7 +131,7 @@ def mean_variance(x: Any) -> Any:
 
 
 def local_response(x: Any, size: int, alpha: float, beta: float, bias: float) -> Any:
-    """ONNX's own words, one channel after the other."""
+    """Compute the formula of ONNX's specification, channel by channel."""
     planes = []
     for c in range(x.shape[1]):
         low, high = max(0, c - (size - 1) // 2), min(x.shape[1] - 1, c + size // 2)
@@ -203,7 +203,7 @@ NORMS = [
         lambda x: x * 1,
         label="zero",
     ),
-    *both_ways(
+    *with_body_in_float32_only(
         OpCase(
             "",
             "LRN",
@@ -213,7 +213,7 @@ NORMS = [
             sizes=SIDES,
         )
     ),
-    *both_ways(
+    *with_body_in_float32_only(
         OpCase(
             "",
             "LRN",
@@ -241,7 +241,7 @@ def space_to_depth(x: Any) -> Any:
 
 
 def reverse_sequences(x: Any, lengths: Any) -> Any:
-    """[time, batch, ..]."""
+    """Reverse the first elements of each sequence of x[time, batch, ..]."""
     columns = []
     for i, length in enumerate(lengths.tolist()):
         columns.append(torch.cat([x[:length, i].flip(0), x[length:, i]]))
@@ -251,10 +251,10 @@ def reverse_sequences(x: Any, lengths: Any) -> Any:
 def crop_or_pad(x: Any, shape: tuple[int, ...]) -> Any:
     result = x.new_zeros(shape)
     source, target = [], []
-    for have, want in zip(x.shape, shape, strict=True):
-        kept = min(have, want)
-        source.append(slice((have - kept) // 2, (have - kept) // 2 + kept))
-        target.append(slice((want - kept) // 2, (want - kept) // 2 + kept))
+    for source_size, target_size in zip(x.shape, shape, strict=True):
+        common = min(source_size, target_size)
+        source.append(slice((source_size - common) // 2, (source_size - common) // 2 + common))
+        target.append(slice((target_size - common) // 2, (target_size - common) // 2 + common))
     result[tuple(target)] = x[tuple(source)]
     return result
 
@@ -408,23 +408,22 @@ LOSSES = [
 # Pools
 
 
-def lp_pool(x: Any, order: int, **how: Any) -> Any:
+def lp_pool(x: Any, order: int, *, kernel: tuple[int, int], pad: list[int], stride: tuple[int, int]) -> Any:
     planes = x.abs().pow(order).reshape(-1, 1, *x.shape[2:])
-    ones = x.new_ones(1, 1, *how.pop("kernel"))
-    summed = F.conv2d(F.pad(planes, how.pop("pad")), ones, **how)
-    return summed.pow(1 / order).reshape(*x.shape[:2], *summed.shape[2:])
+    sums = F.conv2d(F.pad(planes, pad), x.new_ones(1, 1, *kernel), stride=stride)
+    return sums.pow(1 / order).reshape(*x.shape[:2], *sums.shape[2:])
 
 
 IMAGE = Spec("n c p q", low=0.5, high=2.0)
 WINDOW = {"kernel_shape": [2, 3], "strides": [2, 1]}
 
 
-def unpool(x: Any, places: Any, shape: tuple[int, ...]) -> Any:
-    return x.new_zeros(shape).flatten().scatter(0, places.flatten(), x.flatten()).reshape(shape)
+def unpool(x: Any, indices: Any, shape: tuple[int, ...]) -> Any:
+    return x.new_zeros(shape).flatten().scatter(0, indices.flatten(), x.flatten()).reshape(shape)
 
 
-def distinct(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Places of windows of 2, in order."""
+def window_indices(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Return the index of the first element of each window of 2, in order."""
     return torch.arange(torch.Size(shape).numel()).mul(2).reshape(shape)
 
 
@@ -439,7 +438,7 @@ POOLS = [
         label="ties",
     ),
     OpCase("", "GlobalLpPool", (IMAGE,), lambda x: x.pow(3).sum((2, 3), True).pow(1 / 3), {"p": 3}, sizes=SIDES),
-    *both_ways(
+    *with_body_in_float32_only(
         OpCase(
             "",
             "LpPool",
@@ -449,7 +448,7 @@ POOLS = [
             sizes=SIDES,
         )
     ),
-    *both_ways(
+    *with_body_in_float32_only(
         OpCase(
             "",
             "LpPool",
@@ -463,7 +462,7 @@ POOLS = [
     OpCase(
         "",
         "MaxUnpool",
-        (Spec("n c p"), Spec("n c p", "int64", make=distinct), SizesOf("n c 2*p")),
+        (Spec("n c p"), Spec("n c p", "int64", make=window_indices), SizesOf("n c 2*p")),
         unpool,
         {"kernel_shape": [2], "strides": [2]},
         sizes=SIDES,
@@ -474,8 +473,8 @@ POOLS = [
 # Attention
 
 
-def attention(q: Any, k: Any, v: Any, mask: Any = None, **how: Any) -> Any:
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **how)
+def attention(q: Any, k: Any, v: Any, mask: Any = None, **options: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **options)
 
 
 def capped(q: Any, k: Any, v: Any) -> Any:
@@ -498,13 +497,13 @@ def in_heads(function: Any, *counts: int) -> Any:
 
 
 def rotate(x: Any, cos: Any, sin: Any, interleaved: bool = False) -> Any:
-    """[b, h, s, d], by complex numbers."""
+    """Rotate x[b, h, s, d] as complex values."""
     d = x.shape[-1]
     pairs = x.unflatten(-1, (d // 2, 2)) if interleaved else x.unflatten(-1, (2, d // 2)).transpose(-1, -2)
     real = pairs[..., 0] * cos - pairs[..., 1] * sin
     imaginary = pairs[..., 0] * sin + pairs[..., 1] * cos
-    both = torch.stack([real, imaginary], -1)
-    return (both if interleaved else both.transpose(-1, -2)).flatten(-2)
+    rotated = torch.stack([real, imaginary], -1)
+    return (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2)
 
 
 def positions(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -600,19 +599,19 @@ ATTENTION = [
 
 
 def pad_all(mode: str, *amounts: tuple[int, int]) -> Any:
-    """One axis after the other, each as the last."""
+    """Return a reference that pads axis by axis, by indexing."""
 
     def reference(x: Any, *_: Any) -> Any:
         for axis, (before, after) in enumerate(amounts):
             size = x.shape[axis]
-            places = torch.arange(-before, size + after)
+            indices = torch.arange(-before, size + after)
             if mode == "wrap":
-                places = places % size
+                indices = indices % size
             elif mode == "edge":
-                places = places.clamp(0, size - 1)
+                indices = indices.clamp(0, size - 1)
             else:
-                places = (places.abs() % (2 * size - 2)).apply_(lambda p, s=size: min(p, 2 * s - 2 - p))
-            x = x.index_select(axis, places)
+                indices = (indices.abs() % (2 * size - 2)).apply_(lambda i, s=size: min(i, 2 * s - 2 - i))
+            x = x.index_select(axis, indices)
         return x
 
     return reference

@@ -1,4 +1,4 @@
-"""Steps of optimizers, against PyTorch's own optimizers and against formulas."""
+"""Cases of the optimizer steps: AdamW against its formula, SGD against torch.optim.SGD."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from onnxtrain.graph.values import OWN
 from onnxtrain.testing import OpCase, Spec
 
 BETAS = (0.875, 0.75)
-HOW = {"beta1": BETAS[0], "beta2": BETAS[1]}
+BETA_ATTRIBUTES = {"beta1": BETAS[0], "beta2": BETAS[1]}
 TENSOR, SECOND, SCALAR = Spec("n h"), Spec("n h", low=0.0), Spec("", low=0.1, high=1.0)
 
 
 def adamw(last: bool) -> Any:
-    """The paper's algorithm 2, without its corrections of bias."""
+    """Return algorithm 2 of the paper, without bias corrections."""
 
     def step(weight: Any, gradient: Any, m: Any, v: Any, size: Any, epsilon: Any, decay: Any = 1.0) -> Any:
         m = BETAS[0] * m + (1 - BETAS[0]) * gradient
@@ -25,7 +25,7 @@ def adamw(last: bool) -> Any:
 
 
 def sgd(weight: Any, gradient: Any, buffer: Any, rate: Any) -> Any:
-    """torch.optim.SGD after its first step, when there is a buffer."""
+    """Run a step of torch.optim.SGD with a momentum buffer."""
     parameter = torch.nn.Parameter(weight.detach().clone())
     optimizer = torch.optim.SGD([parameter], lr=float(rate), momentum=0.5)
     optimizer.state[parameter]["momentum_buffer"] = buffer.detach().clone()
@@ -36,8 +36,15 @@ def sgd(weight: Any, gradient: Any, buffer: Any, rate: Any) -> Any:
 
 STATE = (TENSOR, TENSOR, TENSOR, SECOND, SCALAR, SCALAR)
 CASES = [
-    OpCase(OWN, "AdamWStep", STATE, adamw(last=False), HOW),
-    OpCase(OWN, "AdamWStep", (*STATE, SCALAR), adamw(last=False), HOW, label="decay"),
-    OpCase(OWN, "AdamWStep", (*STATE, SCALAR), adamw(last=True), {**HOW, "decay_last": 1}, label="decay-last"),
+    OpCase(OWN, "AdamWStep", STATE, adamw(last=False), BETA_ATTRIBUTES),
+    OpCase(OWN, "AdamWStep", (*STATE, SCALAR), adamw(last=False), BETA_ATTRIBUTES, label="decay"),
+    OpCase(
+        OWN,
+        "AdamWStep",
+        (*STATE, SCALAR),
+        adamw(last=True),
+        {**BETA_ATTRIBUTES, "decay_last": 1},
+        label="decay-last",
+    ),
     OpCase(OWN, "SGDStep", (TENSOR, TENSOR, TENSOR, SCALAR), sgd, {"momentum": 0.5}),
 ]

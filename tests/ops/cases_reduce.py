@@ -1,6 +1,6 @@
-"""What PyTorch computes for the reductions.
+"""Cases of the reductions, with PyTorch's functions as references.
 
-Axes are counted from the left: onnxruntime reduces an empty tensor wrongly over a negative axis.
+Axes are not negative, because onnxruntime's result for an empty tensor and a negative axis is wrong.
 """
 
 import operator
@@ -15,12 +15,12 @@ from onnxtrain.testing import OpCase, SizesOf, Spec
 
 
 def ties(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Few different numbers: extremes are shared."""
+    """Return elements among five values, so that maxima and minima are tied."""
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
 
 def rows_of_minus_inf(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Every second row is masked out whole, and the first element of the others."""
+    """Return elements with -inf in all of every second row, and as the first element of the others."""
     x = torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
     if x.numel():
         x[..., :1] = float("-inf")
@@ -37,9 +37,9 @@ def over(
     attributes: dict[str, Any] | None = None,
     axes: Sequence[tuple[int, ...]] = ((2,), (0,), (0, 1, 2), (0, 2)),
     label: str = "",
-    **more: Any,
+    **fields: Any,
 ) -> list[OpCase]:
-    """Over the last axis, the first, all and some, with the axes kept and dropped."""
+    """Return cases over the last axis, the first, all and some, with and without keepdims."""
     return [
         OpCase(
             domain,
@@ -47,7 +47,7 @@ def over(
             (spec or Spec("b s h"), Spec("1", "int64", value=list(over_axes))),
             lambda x, _, dims=over_axes, keep=bool(keepdims): reference(x, dims, keep),
             {"keepdims": keepdims, **(attributes or {})},
-            **{"specials": True, **more},
+            **{"specials": True, **fields},
             label=f"{label}{over_axes}{'' if keepdims else 'dropped'}",
         )
         for over_axes, keepdims in zip(axes, (1, 0, 0, 1), strict=False)
@@ -83,7 +83,7 @@ SUMS = [
     OpCase(OWN, "SumTo", (Spec("b s h"), SizesOf("s h")), lambda x, shape: x.sum_to_size(shape), label="leading"),
     OpCase(OWN, "SumTo", (Spec("b s h"), SizesOf("b 1 h")), lambda x, shape: x.sum_to_size(shape), label="one"),
     OpCase(OWN, "SumTo", (Spec("b s"), SizesOf("b s")), lambda x, shape: x.sum_to_size(shape), label="none"),
-    OpCase(  # its gradient sums to sizes that are not proven equal
+    OpCase(  # its gradient sums to symbolic sizes that may or may not be equal
         "",
         "Add",
         (Spec("b s h"), Spec("t h")),
@@ -101,27 +101,27 @@ SUMS = [
 ]
 
 
-def place(function: Callable[..., torch.Tensor], axis: int, keep: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def along_axis(function: Callable[..., torch.Tensor], axis: int, keep: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: function(x, axis, bool(keep))
 
 
 EXTREMES = [
     case
-    for word, amax, argmax, dim in (
+    for name, amax, argmax, dim in (
         ("Max", torch.amax, torch.argmax, torch.max),
         ("Min", torch.amin, torch.argmin, torch.min),
     )
     for case in (
-        *over(f"Reduce{word}", amax, domain=OWN),
-        *over(f"Reduce{word}", amax, domain=OWN, spec=Spec("b s h", make=ties), label="ties"),
-        *over(f"Reduce{word}", amax, specials=False),
-        *over(f"Reduce{word}", amax, spec=Spec("b s h", "int64"), label="int64"),
+        *over(f"Reduce{name}", amax, domain=OWN),
+        *over(f"Reduce{name}", amax, domain=OWN, spec=Spec("b s h", make=ties), label="ties"),
+        *over(f"Reduce{name}", amax, specials=False),
+        *over(f"Reduce{name}", amax, spec=Spec("b s h", "int64"), label="int64"),
         *(
             OpCase(
                 domain,
-                f"Arg{word}",
+                f"Arg{name}",
                 (Spec("b s h", make=make),),
-                place(argmax, axis, keep),
+                along_axis(argmax, axis, keep),
                 {"axis": axis, "keepdims": keep},
                 specials=domain == OWN and make is None,
                 label=f"{axis}{keep}{'' if make is None else 'ties'}",
@@ -133,9 +133,9 @@ EXTREMES = [
         *(
             OpCase(
                 OWN,
-                f"{word}Dim",
+                f"{name}Dim",
                 (Spec("b s h", make=make),),
-                place(dim, axis, keep),
+                along_axis(dim, axis, keep),
                 {"axis": axis, "keepdims": keep},
                 specials=make is None,
                 label=f"{axis}{keep}{'' if make is None else 'ties'}",
@@ -143,11 +143,11 @@ EXTREMES = [
             for axis, keep in ((2, 1), (1, 0))
             for make in (None, ties)
         ),
-        OpCase(OWN, f"{word}Dim", (Spec("b s", "int64"),), place(dim, 1, 1), {"axis": 1}, label="int64"),
+        OpCase(OWN, f"{name}Dim", (Spec("b s", "int64"),), along_axis(dim, 1, 1), {"axis": 1}, label="int64"),
     )
 ]
 
-TRUTH = [
+LOGICAL = [
     *over("ReduceAny", torch.any, domain=OWN, spec=Spec("b s h", "bool")),
     *over("ReduceAll", torch.all, domain=OWN, spec=Spec("b s h", "bool")),
 ]
@@ -183,13 +183,13 @@ VARIANCE = [
         lambda x, d, k, f=function, c=correction: f(x, d, correction=c, keepdim=k),
         domain=OWN,
         attributes={"correction": correction},
-        specials=not name.endswith("Mean"),  # PyTorch's mean beside a variance is NaN where there is an infinity
+        specials=not name.endswith("Mean"),  # the mean of torch.var_mean is NaN if there is an infinity
         sizes=[{"b": 3, "s": 5, "h": 4}, {"b": 2, "s": 3, "h": 7}, {"b": 2, "s": 0, "h": 3}],
         label=f"{correction:.0f}",
     )
 ]
 
-EQUAL = [
+EQUAL_ELEMENTS = [
     case
     for name, function in (("ReduceStd", torch.std), ("ReduceStdMean", torch.std_mean))
     for case in over(
@@ -217,12 +217,12 @@ LP_NORMS = [
 
 
 def some_zeros(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """In some rows one 0, in some two."""
+    """Return elements of which about a quarter are 0: rows have none, one or several zeros."""
     x = torch.rand(shape, generator=generator, dtype=torch.float32).to(dtype) + 0.5
     return torch.where(torch.rand(shape, generator=generator) < 0.25, 0.0, x)
 
 
-FACTORS = [[0.5, -2.0, 1.5, 3.0], [2.0, 0.0, -1.0, 0.5]]
+ONE_ZERO = [[0.5, -2.0, 1.5, 3.0], [2.0, 0.0, -1.0, 0.5]]
 
 PRODUCTS = [
     *(
@@ -234,10 +234,14 @@ PRODUCTS = [
     OpCase(
         OWN,
         "CumProdGrad",
-        (Spec("2 4"), Spec("2 4", value=FACTORS), Spec("2 4", value=torch.tensor(FACTORS).cumprod(1).tolist())),
-        lambda dy, *_: vjp(lambda t: t.cumprod(1), torch.tensor(FACTORS, dtype=dy.dtype), dy)[1],
+        (
+            Spec("2 4"),
+            Spec("2 4", value=ONE_ZERO),
+            Spec("2 4", value=torch.tensor(ONE_ZERO).cumprod(1).tolist()),
+        ),
+        lambda dy, *_: vjp(lambda t: t.cumprod(1), torch.tensor(ONE_ZERO, dtype=dy.dtype), dy)[1],
         {"axis": 1},
     ),
 ]
 
-CASES = [*LP_NORMS, *PRODUCTS, *SUMS, *EXTREMES, *TRUTH, *NORMS, *VARIANCE, *EQUAL]
+CASES = [*LP_NORMS, *PRODUCTS, *SUMS, *EXTREMES, *LOGICAL, *NORMS, *VARIANCE, *EQUAL_ELEMENTS]

@@ -1,4 +1,4 @@
-"""Ops that rearrange, join and cut tensors, against PyTorch's own."""
+"""Cases of the ops that move elements, with PyTorch's functions as references."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from onnxtrain.testing import OpCase, SizesOf, Spec
 
 OWN, MS = "onnxtrain", "com.microsoft"
-LAST, BEFORE_FIRST = 2**63 - 1, -(2**63)
+TO_LAST, TO_FIRST = 2**63 - 1, -(2**63)  # as ends of slices: including the last or first element
 
 
 def ints(*values: int) -> Spec:
@@ -19,11 +19,11 @@ def int_vector(tensor: torch.Tensor) -> list[int]:
 
 
 def subscript(rank: int, starts: Any, ends: Any, axes: Any, steps: Any) -> tuple[slice, ...]:
-    found = [slice(None)] * rank
+    slices = [slice(None)] * rank
     bounds = [int_vector(v) for v in (axes, starts, ends, steps)]
     for axis, start, end, step in zip(*bounds, strict=True):
-        found[axis] = slice(start, end, step)
-    return tuple(found)
+        slices[axis] = slice(start, end, step)
+    return tuple(slices)
 
 
 def slice_grad(dy: Any, shape: Any, *bounds: Any) -> Any:
@@ -39,7 +39,7 @@ def slice_scatter(x: Any, updates: Any, starts: Any, ends: Any, axes: Any, steps
 
 
 def embed(d: Any, shape: Any) -> Any:
-    """A diagonal one above the main one, in the first and last of three axes."""
+    """Embed d as the diagonal above the main one, in the first and last of three axes."""
     y = torch.zeros(shape, dtype=d.dtype)
     torch.diagonal(y, 1, 0, 2).copy_(d)
     return y
@@ -85,7 +85,7 @@ CASES = [
         label="mixed",
     ),
     OpCase("", "Reshape", (Spec("1 1"), ints()), lambda x, shape: x.reshape(()), label="scalar"),
-    # Axes
+    # Transpose, Squeeze, Unsqueeze, Expand
     OpCase("", "Transpose", (Spec("b s h"),), lambda x: x.permute(2, 0, 1), {"perm": [2, 0, 1]}),
     OpCase("", "Transpose", (Spec("b s h"),), lambda x: x.permute(2, 1, 0), label="reversed"),
     OpCase("", "Squeeze", (Spec("b 1 s 1"), ints(1, -1)), lambda x, axes: x[:, 0, :, 0]),
@@ -96,7 +96,7 @@ CASES = [
     OpCase("", "Expand", (Spec("s 1"), SizesOf("2*s s 4")), lambda x, shape: x.expand(shape)),
     OpCase("", "Expand", (Spec("b s"), ints(1, 1)), lambda x, shape: x, label="onto-ones"),
     OpCase("", "Expand", (Spec(""), SizesOf("2 3")), lambda x, shape: x.expand(shape), label="scalar"),
-    # Join and cut
+    # Concat and Split
     OpCase("", "Concat", (Spec("b s h"), Spec("b t h"), Spec("b 2 h")), lambda *xs: torch.cat(xs, 1), {"axis": 1}),
     OpCase("", "Concat", (Spec("b"), Spec("3")), lambda *xs: torch.cat(xs, -1), {"axis": -1}, label="vectors"),
     OpCase("", "Concat", (Spec("b s"),), lambda x: x, {"axis": 0}, label="one"),
@@ -123,17 +123,17 @@ CASES = [
     OpCase(
         "",
         "Slice",
-        (Spec("b s h"), ints(-3, 0), ints(-1, LAST), ints(-2, 2), ints(1, 2)),
+        (Spec("b s h"), ints(-3, 0), ints(-1, TO_LAST), ints(-2, 2), ints(1, 2)),
         lambda x, *_: x[:, -3:-1, ::2],
         label="from-end",
     ),
     OpCase("", "Slice", (Spec("b 9"), ints(1), ints(8), ints(1), ints(3)), lambda x, *_: x[:, 1:8:3], label="steps"),
-    OpCase("", "Slice", (Spec("b s"), ints(0, 2), ints(100, LAST)), lambda x, *_: x[:100, 2:], label="clamped"),
+    OpCase("", "Slice", (Spec("b s"), ints(0, 2), ints(100, TO_LAST)), lambda x, *_: x[:100, 2:], label="clamped"),
     OpCase("", "Slice", (Spec("b s"), ints(7), ints(2), ints(1), ints(1)), lambda x, *_: x[:, 7:2], label="empty"),
     OpCase(
         "",
         "Slice",
-        (Spec("b s"), ints(-1, -1), ints(BEFORE_FIRST, BEFORE_FIRST), ints(0, 1), ints(-1, -1)),
+        (Spec("b s"), ints(-1, -1), ints(TO_FIRST, TO_FIRST), ints(0, 1), ints(-1, -1)),
         lambda x, *_: x.flip(0, 1),
         label="flip",
     ),
@@ -181,7 +181,7 @@ CASES = [
         label="two-axes",
     ),
     OpCase(OWN, "Flip", (Spec("b s h"),), lambda x: x.flip(0, 2), {"along": [0, 2]}),
-    # Repeating, padding, turning
+    # Tile, Pad, Roll
     OpCase("", "Tile", (Spec("b s h"), ints(2, 1, 3)), lambda x, r: x.repeat(2, 1, 3)),
     OpCase("", "Tile", (Spec("b s"), ints(0, 2)), lambda x, r: x.repeat(0, 2), label="none"),
     OpCase("", "Tile", (Spec("b s t"), SizesOf("t 1 1")), lambda x, r: x.repeat(r), label="symbolic"),

@@ -1,4 +1,4 @@
-"""Interpolation against torch.nn.functional; ONNX's Resize against that and against ONNX's own reference."""
+"""Cases of Interpolate against torch.nn.functional, and of Resize against that and ONNX's reference evaluator."""
 
 import functools
 import math
@@ -25,8 +25,8 @@ def interpolate(mode: str, rank: int, align: int, scales: Any = None) -> Any:
     corners = None if mode.startswith("nearest") else bool(align)
 
     def reference(x: Any, size: Any) -> Any:
-        given = {"scale_factor": tuple(scales)} if scales else {"size": tuple(size)}
-        return F.interpolate(x, **given, mode=name, align_corners=corners)
+        target = {"scale_factor": tuple(scales)} if scales else {"size": tuple(size)}
+        return F.interpolate(x, **target, mode=name, align_corners=corners)
 
     return reference
 
@@ -51,8 +51,8 @@ def by_autograd(forward: Any) -> Any:
     return reference
 
 
-# Resize in both dtypes without body, and in float32 with it: onnxruntime's takes no double. ONNX's reference computes
-# cubic weights in float32: [1:] leaves the first out.
+# Resize is tested in both dtypes without body, and in float32 with it, because onnxruntime's does not support double.
+# ONNX's reference computes cubic weights in float32: [1:] skips the first dtype.
 
 
 def antialiased(x: Any, size: Any) -> Any:
@@ -60,11 +60,13 @@ def antialiased(x: Any, size: Any) -> Any:
 
 
 @functools.cache
-def matrix(size: int, out: int, scale: float | None, region: tuple[float, float], how: tuple[Any, ...]) -> Any:
-    """The weights [out, size] of one axis: ONNX's reference of the unit matrix."""
+def weight_matrix(
+    size: int, out: int, scale: float | None, region: tuple[float, float], attribute_items: tuple[Any, ...]
+) -> Any:
+    """Return the weights [out, size] of one axis: the Resize of an identity matrix by ONNX's reference."""
     from onnx.reference import ReferenceEvaluator
 
-    attributes = dict(how) | {"axes": [0], "extrapolation_value": 0.0}
+    attributes = dict(attribute_items) | {"axes": [0], "extrapolation_value": 0.0}
     names = ["x", "roi", "scales" if scale else "", "" if scale else "sizes"]
     node = onnx.helper.make_node("Resize", names, ["y"], **attributes)
     feeds: dict[str, Any] = {"x": np.eye(size), "roi": np.array(region, np.float64)}
@@ -72,35 +74,35 @@ def matrix(size: int, out: int, scale: float | None, region: tuple[float, float]
     return torch.from_numpy(np.asarray(ReferenceEvaluator(node).run(None, feeds)[0]).astype(np.float64))
 
 
-def by_matrices(scales: Any = None, region: Any = None, outside: float = 0.0, **how: Any) -> Any:
-    """Resizes the last two axes, by ONNX's reference."""
-    key = tuple(sorted(how.items()))
+def by_matrices(scales: Any = None, region: Any = None, extrapolation_value: float = 0.0, **attributes: Any) -> Any:
+    """Return a reference that resizes the last two axes by `weight_matrix`."""
+    attribute_items = tuple(sorted(attributes.items()))
 
     def reference(x: Any, *others: Any) -> Any:
-        y, wanted = x, others[-1] if scales is None else None
+        y, output_sizes = x, others[-1] if scales is None else None
         for i, axis in enumerate((x.ndim - 2, x.ndim - 1)):
             size, scale = x.shape[axis], None if scales is None else scales[i]
-            out = int(wanted[axis]) if scale is None else int(size * scale)
+            out = int(output_sizes[axis]) if scale is None else int(size * scale)
             span = (0.0, 1.0) if region is None else (region[i], region[i + 2])
-            weights = matrix(size, out, scale, span, key).to(x.dtype)
+            weights = weight_matrix(size, out, scale, span, attribute_items).to(x.dtype)
             y = (y.movedim(axis, -1) @ weights.T).movedim(-1, axis)
-            if outside:  # rows of no weights lie outside
-                beyond = (weights == 0).all(1).view([-1 if k == axis else 1 for k in range(x.ndim)])
-                y = torch.where(beyond, torch.full((), outside, dtype=x.dtype), y)
+            if extrapolation_value:  # rows without weights are outside
+                outside = (weights == 0).all(1).view([-1 if k == axis else 1 for k in range(x.ndim)])
+                y = torch.where(outside, torch.full((), extrapolation_value, dtype=x.dtype), y)
         return y
 
     return reference
 
 
-def resize(label: str, size: str, **how: Any) -> list[OpCase]:
-    reference = by_matrices(**how)
+def resize(label: str, size: str, **attributes: Any) -> list[OpCase]:
+    reference = by_matrices(**attributes)
     return [
         OpCase(
             "",
             "Resize",
             (Spec("n c p q", dtype), None, None, SizesOf(f"n c {size}")),
-            lambda x, _, __, wanted: reference(x, wanted),
-            how,
+            lambda x, _, __, output_sizes: reference(x, output_sizes),
+            attributes,
             sizes=sizes(2),
             bodies=dtype != "float",
             label=f"{label}-{size}-{dtype}",
@@ -109,16 +111,16 @@ def resize(label: str, size: str, **how: Any) -> list[OpCase]:
     ]
 
 
-def scaled(label: str, *scales: float, **how: Any) -> list[OpCase]:
-    reference = by_matrices(scales, **how)
-    given = Spec("4", torch.float32, value=[1.0, 1.0, *scales])
+def scaled(label: str, *scales: float, **attributes: Any) -> list[OpCase]:
+    reference = by_matrices(scales, **attributes)
+    scales_spec = Spec("4", torch.float32, value=[1.0, 1.0, *scales])
     return [
         OpCase(
             "",
             "Resize",
-            (Spec("n c p q", dtype), None, given),
+            (Spec("n c p q", dtype), None, scales_spec),
             lambda x, *_: reference(x),
-            how,
+            attributes,
             sizes=sizes(2)[:1],
             bodies=dtype != "float",
             label=f"{label}-{dtype}",
@@ -197,28 +199,30 @@ RESIZES = [
 MANTISSA = int(math.ldexp(math.frexp(1.7)[0], 53))
 
 
-def smooth(mode: str, scales: Any = None) -> Any:
+def antialiased_interpolate(mode: str, scales: Any = None) -> Any:
     def reference(x: Any, size: Any) -> Any:
-        given = {"scale_factor": tuple(scales)} if scales else {"size": tuple(size)}
-        return F.interpolate(x, **given, mode=mode, antialias=True)
+        target = {"scale_factor": tuple(scales)} if scales else {"size": tuple(size)}
+        return F.interpolate(x, **target, mode=mode, antialias=True)
 
     return reference
 
 
-def smooth_case(mode: str, label: str, size: str, scales: Any = None) -> OpCase:
-    given = {"scales": scales} if scales else {}
+def antialias_case(mode: str, label: str, size: str, scales: Any = None) -> OpCase:
     return OpCase(
         "onnxtrain",
         "Interpolate",
         (Spec("n c 9 8", torch.float32), SizesOf(size)),
-        smooth(mode, scales),
-        {"mode": f"{'linear' if mode == 'bilinear' else 'cubic'}-antialias", **given},
+        antialiased_interpolate(mode, scales),
+        {
+            "mode": f"{'linear' if mode == 'bilinear' else 'cubic'}-antialias",
+            **({"scales": scales} if scales else {}),
+        },
         sizes=[{"n": 2, "c": 3}, {"n": 1, "c": 1}],
         label=f"{mode}-{label}",
     )
 
 
-SMOOTH = (("down", "4 3"), ("up", "13 17"), ("mixed", "3 20"))
+ANTIALIAS_SIZES = (("down", "4 3"), ("up", "13 17"), ("mixed", "3 20"))
 
 CASES = [
     *RESIZES,
@@ -229,9 +233,13 @@ CASES = [
         lambda x: torch.tensor([math.floor(float(size) * 1.7) for size in x.tolist()], dtype=torch.int64),
         {"mantissa": MANTISSA, "exponent": 1 - 53},
     ),
-    *(smooth_case("bilinear", label, size) for label, size in SMOOTH),
-    *(smooth_case("bicubic", label, size) for label, size in SMOOTH if label != "up"),  # ORT rounds weights to float32
-    smooth_case("bilinear", "scaled", "4 4", [0.5, 0.5]),
+    *(antialias_case("bilinear", label, size) for label, size in ANTIALIAS_SIZES),
+    *(
+        antialias_case("bicubic", label, size)
+        for label, size in ANTIALIAS_SIZES
+        if label != "up"  # onnxruntime rounds weights to float32
+    ),
+    antialias_case("bilinear", "scaled", "4 4", [0.5, 0.5]),
     *(case(mode, 2, size) for mode in ("nearest", "nearest-exact") for size in ("2*p 3*q", "7 6", "3 2")),
     *(case(mode, 2, size, align) for mode in ("linear", "cubic") for size in ("2*p 3*q", "3 1") for align in (0, 1)),
     *(case(mode, 1, "11") for mode in ("nearest", "nearest-exact", "linear")),

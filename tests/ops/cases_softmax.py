@@ -1,4 +1,4 @@
-"""Cases of the softmax family."""
+"""Cases of Softmax, LogSoftmax, SafeSoftmax and their gradients."""
 
 import math
 
@@ -8,7 +8,7 @@ from onnxtrain.testing import OpCase, Spec
 
 
 def _scores(sizes: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Scores with -inf here and there; the first row holds nothing else, as where a whole row is masked."""
+    """Return scores of which some are -inf, and a first row of -inf, as of fully masked attention."""
     x = torch.randn(sizes, generator=generator)
     x = x.masked_fill(torch.rand(sizes, generator=generator) < 0.2, -math.inf)
     if x.shape[0]:
@@ -22,7 +22,7 @@ def _safe_softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient_of(function, axis: int):
-    """The gradient of a softmax, written out: the op takes the output y, made here from any x."""
+    """Return the formula of a softmax's gradient, for any y: the op reads the output, not x."""
 
     def reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if function is torch.softmax:

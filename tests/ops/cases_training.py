@@ -1,4 +1,4 @@
-"""Ops under the names of ONNX Runtime Training, against PyTorch."""
+"""Cases of ops that ONNX Runtime Training defines, with PyTorch as the reference."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from onnxtrain.graph.values import MICROSOFT
 from onnxtrain.testing import OpCase, Spec
 
 
-def slope_of(function: Any) -> Any:
-    """What a gradient op of (dy, x, others…) gives for x, by autograd."""
+def gradient_of(function: Any) -> Any:
+    """Return autograd's gradient of `function`, as a function of (dy, x, others…)."""
 
     def gradient(dy: torch.Tensor, x: torch.Tensor, *others: Any) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -33,17 +33,17 @@ GELUS = [
     OpCase(MICROSOFT, "FastGelu", (WIDE,), fast_gelu, specials=True),
     OpCase(MICROSOFT, "FastGelu", (X, BIAS), fast_gelu, label="bias"),
     OpCase(MICROSOFT, "BiasGelu", (X, BIAS), gelu),
-    OpCase(MICROSOFT, "FastGeluGrad", (X, WIDE), slope_of(fast_gelu)),
-    OpCase(MICROSOFT, "BiasGeluGrad_dX", (X, X, BIAS), slope_of(gelu)),
-    OpCase(MICROSOFT, "BiasFastGeluGrad_dX", (X, X, BIAS), slope_of(fast_gelu)),
+    OpCase(MICROSOFT, "FastGeluGrad", (X, WIDE), gradient_of(fast_gelu)),
+    OpCase(MICROSOFT, "BiasGeluGrad_dX", (X, X, BIAS), gradient_of(gelu)),
+    OpCase(MICROSOFT, "BiasFastGeluGrad_dX", (X, X, BIAS), gradient_of(fast_gelu)),
 ]
 
 
-# Rows
+# Token packing
 
 
 def some_rows(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Different rows out of the first that there are sure to be."""
+    """Return distinct row indices below their own number, which the flattened tensor has for all sizes."""
     return torch.randperm(shape[0], generator=generator).to(dtype)
 
 
@@ -92,7 +92,7 @@ SPARSITY = [
 ]
 
 
-# Joining and cutting
+# Concat, Split, Trilu
 
 JOINING = [
     OpCase(
@@ -114,14 +114,14 @@ JOINING = [
 ]
 
 
-# Dropout. Random numbers: bodies draw others. What is drawn is PyTorch's.
+# Dropout. The kernels sample as PyTorch does; bodies are not compared, because they sample other values.
 
 
 def packed(mask: torch.Tensor) -> torch.Tensor:
-    """Bit by bit, in Python integers."""
+    """Pack a mask into 32-bit words, in Python integers."""
     bits = mask.flatten().tolist()
-    words = [sum(int(b) << i for i, b in enumerate(bits[k : k + 32])) for k in range(0, len(bits), 32)]
-    return torch.tensor(words, dtype=torch.int64).to(torch.uint32)
+    mask_words = [sum(int(b) << i for i, b in enumerate(bits[k : k + 32])) for k in range(0, len(bits), 32)]
+    return torch.tensor(mask_words, dtype=torch.int64).to(torch.uint32)
 
 
 def drop(x: torch.Tensor, ratio: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +138,7 @@ def dropped(dy: torch.Tensor, mask: torch.Tensor, *_: Any) -> torch.Tensor:
     return dy * mask / 0.75
 
 
-def words(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def random_words(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 2**32, shape, generator=generator).to(dtype)
 
 
@@ -154,14 +154,14 @@ DROPOUTS = [
     OpCase(
         MICROSOFT,
         "BitmaskDropoutGrad",
-        (Spec("n 33"), Spec("(33*n+31)//32", torch.uint32, make=words), RATIO, TRAINING),
+        (Spec("n 33"), Spec("(33*n+31)//32", torch.uint32, make=random_words), RATIO, TRAINING),
         dropped_by_words,
     ),
     OpCase(
         MICROSOFT,
         "BiasDropout",
         (Spec("b s h"), Spec("h"), Spec("b s h"), RATIO, TRAINING),
-        lambda x, bias, more, *_: (drop(x + bias, 0.25)[0] + more, None),
+        lambda x, bias, residual, *_: (drop(x + bias, 0.25)[0] + residual, None),
         bodies=False,
     ),
     OpCase(MICROSOFT, "BiasDropout", (Spec("b s h"), Spec("h")), lambda x, bias: (x + bias, None), label="off"),
@@ -179,7 +179,7 @@ DROPOUTS = [
 
 
 def flat_softmax(x: Any, log: bool = False) -> Any:
-    """Over the last two axes together."""
+    """Apply softmax to the last two axes, flattened."""
     rows = x.flatten(-2)
     return (rows.log_softmax(-1) if log else rows.softmax(-1)).reshape(x.shape)
 
@@ -299,7 +299,7 @@ NORMS = [
 ]
 
 
-# Products
+# Matmul, Gemm, Conv
 
 
 def batch_first(x: Any) -> Any:
@@ -521,7 +521,7 @@ def labels(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
 
 def loss_grad(reduction: str, ignore_index: int = -100) -> Any:
     def gradient(dy: Any, log_prob: Any, y: Any, w: Any = None) -> Any:
-        x = log_prob.detach().requires_grad_()  # any scores with this log-softmax: log_prob itself
+        x = log_prob.detach().requires_grad_()  # log_prob itself are scores whose log-softmax is log_prob
         shifted = x - x.logsumexp(1, keepdim=True)
         loss = F.nll_loss(shifted, y, w, ignore_index=ignore_index, reduction=reduction)
         return torch.autograd.grad(loss, x, dy)[0]
@@ -534,10 +534,10 @@ def log_probabilities(shape: tuple[int, ...], dtype: torch.dtype, generator: tor
     return torch.randn(shape, generator=generator).to(dtype).log_softmax(axis)
 
 
-def shares_loss(reduction: str) -> Any:
-    def loss(x: Any, shares: Any) -> Any:
+def soft_label_loss(reduction: str) -> Any:
+    def loss(x: Any, probabilities: Any) -> Any:
         log_prob = x.log_softmax(-1)
-        total = -(shares * log_prob).sum()
+        total = -(probabilities * log_prob).sum()
         return (total / (x.numel() // 5) if reduction == "mean" and x.numel() else total), log_prob
 
     return loss
@@ -546,9 +546,9 @@ def shares_loss(reduction: str) -> Any:
 def sparse_loss(reduction: str) -> Any:
     def loss(x: Any, y: Any, w: Any = None) -> Any:
         log_prob = x.log_softmax(-1)
-        each = F.nll_loss(log_prob.reshape(-1, 5), y.flatten(), reduction="none")
-        weights = torch.ones_like(each) if w is None else w.flatten()
-        total = (each * weights).sum()
+        losses = F.nll_loss(log_prob.reshape(-1, 5), y.flatten(), reduction="none")
+        weights = torch.ones_like(losses) if w is None else w.flatten()
+        total = (losses * weights).sum()
         return (total / weights.sum() if reduction == "mean" else total), log_prob
 
     return loss
@@ -603,7 +603,7 @@ LOSSES = [
             MICROSOFT,
             "SoftmaxCrossEntropy",
             (Spec("n d 5"), SHARES),
-            shares_loss(r),
+            soft_label_loss(r),
             {"reduction": r},
             sizes=SOME,
             label=r,
@@ -630,7 +630,7 @@ LOSSES = [
             MICROSOFT,
             "SoftmaxCrossEntropyGrad",
             (Spec(""), LAST, SHARES),
-            by_autograd(shares_loss(r)),
+            by_autograd(soft_label_loss(r)),
             {"reduction": r},
             sizes=SOME,
             label=r,

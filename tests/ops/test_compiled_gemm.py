@@ -133,8 +133,8 @@ def test_only_wide_outputs_are_tried() -> None:
 @pytest.mark.parametrize("processor", ["x86-64", "haswell"])
 def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
-    plain = compiler.flags()
-    monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
+    flags = compiler.flags()
+    monkeypatch.setattr(compiler, "flags", lambda **_: (*flags[:-1], f"-march={processor}"))
     library = Library(LIBRARY.name, LIBRARY.source, LIBRARY.signatures)
     assert library.wait(), library.failure
     for sizes, transposed in itertools.gemm(SIZES, (False, True)):

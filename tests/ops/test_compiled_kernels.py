@@ -77,29 +77,29 @@ def counting(library: Library, calls: Counter[str]) -> SimpleNamespace:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Counter[str]:
     """Run compiled kernels in the graphs of cases; count their calls."""
-    plain = testing.case_graph
+    original = testing.case_graph
 
     def noted(case: OpCase, dtype: torch.dtype) -> Any:
-        model = plain(case, dtype)
+        model = original(case, dtype)
         for node in model.graph:
             node.metadata_props[NOTE] = "on"
         return model
 
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, cross_entropy.LIBRARY):
-        monkeypatch.setattr(library, "functions", counting(library, found))
+        monkeypatch.setattr(library, "functions", counting(library, counts))
     monkeypatch.setattr(cross_entropy, "_FEWEST_SCORES", 1)
     monkeypatch.setattr(testing, "case_graph", noted)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
     described_machine("avx2")  # bfloat16 too
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_autograd(case: OpCase, dtype: torch.dtype, calls: Counter[str]) -> None:
     check = CaseCheck(case, dtype)
-    ran = [check.check_sizes(known) for known in case.size_sets()]
+    ran = [check.check_sizes(sizes) for sizes in case.size_sets()]
     assert ran[0]
     draws_nothing = case.name == "ReluDropoutGrad" and dtype == torch.bfloat16  # masks are made in any case
     assert bool(calls) != (draws_nothing or str(case).endswith(BY_OPERATORS))
@@ -126,7 +126,7 @@ def test_nan_passes_relu_and_dropout(native: bool, calls: Counter[str]) -> None:
 @pytest.mark.parametrize("case", [c for c in cases_loss.CASES if c.name.startswith("CrossEntropy")], ids=str)
 def test_cross_entropy_matches_autograd(case: OpCase, dtype: torch.dtype, calls: Counter[str]) -> None:
     check = CaseCheck(case, dtype)
-    ran = [check.check_sizes(known) for known in case.size_sets()]
+    ran = [check.check_sizes(sizes) for sizes in case.size_sets()]
     assert ran[0]
     assert bool(calls) != str(case).endswith("-3d")
 
@@ -139,8 +139,8 @@ SPECIAL = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 90.0, -90.0
 def test_tanh_gelu_matches_autograd(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, counts))
 
     def eager(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
         x = x.detach().requires_grad_()
@@ -150,9 +150,9 @@ def test_tanh_gelu_matches_autograd(
     x, dy = torch.randn(shape, dtype=dtype) * 4, torch.randn(shape, dtype=dtype)
     x.view(-1)[:8] = SPECIAL
     got = activations.tanh_gelu(x), activations.tanh_gelu_backward(dy, x)
-    for what, ours, theirs, exact in zip(("y", "dx"), got, eager(x, dy), eager(x.double(), dy.double()), strict=True):
-        assert_no_worse_than_eager(what, ours, theirs, exact)
-    assert len(found) == 2
+    for label, ours, theirs, exact in zip(("y", "dx"), got, eager(x, dy), eager(x.double(), dy.double()), strict=True):
+        assert_no_worse_than_eager(label, ours, theirs, exact)
+    assert len(counts) == 2
 
 
 @pytest.mark.parametrize("scale", [4.0, 1e-3], ids=["wide", "near 0"])
@@ -160,8 +160,8 @@ def test_tanh_gelu_matches_autograd(
 @pytest.mark.parametrize("count", [128 * 128 + 5, 80], ids=["compiled", "small"])
 def test_exact_gelu_is_as_accurate_as_erf(count: int, sign: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's gelu is off by 1e-6 near -3.5, where gelu is 8e-4: more than twice what the formula is off."""
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, counts))
 
     def written_out(x: torch.Tensor) -> torch.Tensor:
         return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
@@ -170,23 +170,23 @@ def test_exact_gelu_is_as_accurate_as_erf(count: int, sign: int, scale: float, m
     assert_no_worse_than_eager("y", activations.exact_gelu(x), written_out(x), written_out(x.double()))
     special = torch.cat([SPECIAL, x])
     torch.testing.assert_close(activations.exact_gelu(special)[:8], written_out(SPECIAL), equal_nan=True)
-    assert found == ({"exact_gelu_float": 2} if count > 1000 else {})
+    assert counts == ({"exact_gelu_float": 2} if count > 1000 else {})
 
 
 def test_only_large_tanh_gelu_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, counts))
     rows = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU("tanh"), torch.nn.Linear(256, 8))
     model = ORTModule(rows, recompute="none")
     for count, calls in ((8, {}), (64, {"tanh_gelu_float": 1, "tanh_gelu_backward_float": 1})):
         model(torch.randn(count, 64)).sum().backward()
-        assert found == calls
+        assert counts == calls
 
 
 def test_gelu_of_gpt2_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass fuses GPT-2's elementwise ops to FastGelu, and keeps their metadata that allows compiled kernels."""
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, counts))
 
     def gelu(x: torch.Tensor) -> torch.Tensor:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
@@ -200,7 +200,7 @@ def test_gelu_of_gpt2_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) 
             return gelu(self.up(x)).square().sum()
 
     ORTModule(Block(), recompute="none")(torch.randn(64, 64)).backward()
-    assert found == {"tanh_gelu_float": 1, "tanh_gelu_backward_float": 1}
+    assert counts == {"tanh_gelu_float": 1, "tanh_gelu_backward_float": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -210,8 +210,8 @@ def test_gelu_of_gpt2_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) 
 def test_gated_activation_matches_autograd(
     shape: tuple[int, ...], layout: str, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, counts))
     dy, *inputs = (torch.randn(shape, dtype=dtype) for _ in range(3))
     inputs[0] = inputs[0] * 4
     inputs[0].view(-1)[:8] = SPECIAL
@@ -226,14 +226,14 @@ def test_gated_activation_matches_autograd(
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(wide))]
 
     got = activations.gated(*inputs, activation), *activations.gated_backward(dy, *inputs, activation)
-    for what, ours, theirs, exact in zip(("y", "dgate", "dup"), got, eager(dtype), eager(torch.float64), strict=True):
-        assert_no_worse_than_eager(what, ours, theirs, exact)
-    assert len(found) == 2
+    for label, ours, theirs, exact in zip(("y", "dgate", "dup"), got, eager(dtype), eager(torch.float64), strict=True):
+        assert_no_worse_than_eager(label, ours, theirs, exact)
+    assert len(counts) == 2
 
 
 def test_gated_rows_with_unsupported_strides_run_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, counts))
     gate, up, dy = (torch.randn(12, 40, 50) for _ in range(3))
     permuted = (gate.mT.contiguous().mT, gate.transpose(0, 1).contiguous().transpose(0, 1))
     for x in (*permuted, gate[:1].expand(12, 40, 50)):
@@ -245,15 +245,15 @@ def test_gated_rows_with_unsupported_strides_run_the_fallback(monkeypatch: pytes
             strict=True,
         ):
             torch.testing.assert_close(ours, theirs)
-    assert not found
+    assert not counts
     activations.gated_backward(dy, gate, up, "silu")
-    assert found == {"gated_silu_backward_float": 1}
+    assert counts == {"gated_silu_backward_float": 1}
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=("apart", "halves"))
 def test_a_gated_block_runs_the_compiled_kernel(halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, counts))
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -266,9 +266,9 @@ def test_a_gated_block_runs_the_compiled_kernel(halves: bool, monkeypatch: pytes
             return self.down(torch.nn.functional.silu(gate) * (up if halves else self.apart(x)))  # type: ignore[no-any-return]
 
     for rng, calls in (("fast", {"gated_silu_float": 1, "gated_silu_backward_float": 1}), ("torch", {})):
-        found.clear()
+        counts.clear()
         ORTModule(Block(), recompute="none", rng=rng)(torch.randn(80, 64)).sum().backward()
-        assert found == calls
+        assert counts == calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -279,7 +279,7 @@ def test_rms_norm_of_few_elements_matches_autograd(
     monkeypatch.setattr(rms_norm_kernels, "_FEWEST_ELEMENTS", 1)
     monkeypatch.setattr(rms_norm_kernels.LIBRARY, "functions", counting(rms_norm_kernels.LIBRARY, calls))
     check = CaseCheck(case, dtype)
-    ran = [check.check_sizes(known) for known in case.size_sets()]
+    ran = [check.check_sizes(sizes) for sizes in case.size_sets()]
     assert ran[0]
     assert bool(calls) == (dtype != torch.bfloat16 and "mixed" not in str(case))
 
@@ -293,8 +293,8 @@ def test_rms_norm_of_few_elements_matches_autograd(
 def test_rms_norm_matches_autograd(
     shape: tuple[int, ...], axis: int, scaled: bool, sum_: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(rms_norm_kernels.LIBRARY, "functions", counting(rms_norm_kernels.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(rms_norm_kernels.LIBRARY, "functions", counting(rms_norm_kernels.LIBRARY, counts))
     epsilon = 1e-6
 
     def eager(x: torch.Tensor, scale: torch.Tensor | None, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -309,13 +309,13 @@ def test_rms_norm_matches_autograd(
     x.view(-1, x[(0,) * axis].numel())[1] = 0  # epsilon alone
     y, inv_std = rms_norm_kernels.rms_norm(x, axis, scale, epsilon)
     dx, dscale = rms_norm_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, [True, True])
-    assert len(found) == 2
+    assert len(counts) == 2
     assert (dscale is None) == (scale is None)
     exact = eager(x.double(), None if scale is None else scale.double(), dy.double())
-    for what, ours, theirs, right in zip(
+    for label, ours, theirs, right in zip(
         ("y", "dx", "dscale"), (y, dx, dscale), eager(x, scale, dy), exact, strict=False
     ):
-        assert_no_worse_than_eager(what, ours, theirs, right)
+        assert_no_worse_than_eager(label, ours, theirs, right)
     for mask in ([True, False], [False, True]):
         one = rms_norm_kernels.rms_norm_backward(dy, x, scale, inv_std, added, axis, mask)
         assert [g is None for g in one] == [not mask[0], not mask[1] or scale is None]
@@ -622,12 +622,12 @@ def test_compiled_and_aten_dropout_add_the_residual_and_write_in_place(count: in
         for added in (None, dense, torch.stack([dense, dense], 1)[:, 0]):
             expected = (dropped if added is None else dropped + residual).to(dtype)
             kernels = (keyed_bits.drop, keyed_bits.drop_), (keyed_bits.drop_compiled, keyed_bits.drop_compiled_)
-            for plain, over in kernels:
-                given = x.to(dtype)
-                assert torch.equal(plain(given, key, 6554, 1.5, added), expected)
-                assert torch.equal(given, x.to(dtype))
-                assert over(given, key, 6554, 1.5, added) is given
-                assert torch.equal(given, expected)
+            for out_of_place, in_place in kernels:
+                tensor = x.to(dtype)
+                assert torch.equal(out_of_place(tensor, key, 6554, 1.5, added), expected)
+                assert torch.equal(tensor, x.to(dtype))
+                assert in_place(tensor, key, 6554, 1.5, added) is tensor
+                assert torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -684,30 +684,30 @@ def test_causal_masks_are_recognized() -> None:
 def test_lstm_matches_autograd(
     steps: int, samples: int, hidden: int, bias: bool, both: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(compiled_lstm.LIBRARY, "functions", counting(compiled_lstm.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(compiled_lstm.LIBRARY, "functions", counting(compiled_lstm.LIBRARY, counts))
     count, width = 1 + both, 11
     shapes = [(4 * hidden, width), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)][: 4 if bias else 2]
     weights = [torch.randn(shape).to(dtype) / math.sqrt(hidden) for _ in range(count) for shape in shapes]
     x = torch.randn(steps, samples, width).to(dtype)
     h0, c0 = (torch.randn(count, samples, hidden).to(dtype) for _ in range(2))
-    given = [torch.randn(steps, samples, count * hidden).to(dtype), *(torch.randn_like(h0) for _ in range(2))]
+    cotangents = [torch.randn(steps, samples, count * hidden).to(dtype), *(torch.randn_like(h0) for _ in range(2))]
 
     def eager(wide: torch.dtype) -> list[torch.Tensor]:
         leaves = [t.to(wide).requires_grad_() for t in (x, h0, c0, *weights)]
         results = torch.lstm(leaves[0], leaves[1:3], leaves[3:], bias, 1, 0.0, True, both, False)
-        gradients = torch.autograd.grad(results, leaves, [g.to(wide) for g in given])
+        gradients = torch.autograd.grad(results, leaves, [c.to(wide) for c in cotangents])
         return [*(r.detach() for r in results), *gradients]
 
     every = [w for d in range(count) for w in (*weights[d * len(shapes) : (d + 1) * len(shapes)], None, None)[:4]]
     y, h, c, *kept = layer_kernels.layer(LSTM, False, True, True, x, h0, c0, *every)
     requested = (True, True)
-    back = layer_kernels.layer_backward(LSTM, False, requested, True, *given, x, h0, c0, every, y, c, *kept)
+    back = layer_kernels.layer_backward(LSTM, False, requested, True, *cotangents, x, h0, c0, every, y, c, *kept)
     names = ("y", "h", "c", "dx", "dh", "dc", *(f"weight {i}" for i in range(len(weights))))
-    for what, got, theirs, exact in zip(names, (y, h, c, *back), eager(dtype), eager(torch.float64), strict=True):
-        assert_no_worse_than_eager(what, got, theirs, exact)
+    for label, got, theirs, exact in zip(names, (y, h, c, *back), eager(dtype), eager(torch.float64), strict=True):
+        assert_no_worse_than_eager(label, got, theirs, exact)
     name = "float" if dtype == torch.float32 else "double"
-    assert found == {f"forward_{name}": count, f"backward_{name}": count}
+    assert counts == {f"forward_{name}": count, f"backward_{name}": count}
 
 
 def test_lstm_of_large_values_and_nan() -> None:
@@ -728,8 +728,8 @@ def test_lstm_of_large_values_and_nan() -> None:
 
 
 def test_lstm_module_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(compiled_lstm.LIBRARY, "functions", counting(compiled_lstm.LIBRARY, found))
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(compiled_lstm.LIBRARY, "functions", counting(compiled_lstm.LIBRARY, counts))
     for threads in (1, 2, 5):
         count = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -737,7 +737,7 @@ def test_lstm_module_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -
             ORTModule(torch.nn.LSTM(8, 80))(torch.randn(5, 3, 8))[0].square().sum().backward()
         finally:
             torch.set_num_threads(count)
-    assert found == {"forward_float": 3, "backward_float": 3}
+    assert counts == {"forward_float": 3, "backward_float": 3}
 
 
 @pytest.mark.slow
@@ -746,8 +746,8 @@ def test_lstm_module_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -
 def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The kernels compiled for processors without AVX-512 and without AVX: the same masks and gradients."""
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
-    plain = compiler.flags()
-    monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
+    flags = compiler.flags()
+    monkeypatch.setattr(compiler, "flags", lambda **_: (*flags[:-1], f"-march={processor}"))
     others = (activations.LIBRARY, rms_norm_kernels.LIBRARY, compiled_lstm.LIBRARY)
     for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, cross_entropy.LIBRARY, *others):
         assert library.wait()

@@ -1,4 +1,4 @@
-"""Sampling of images, as PyTorch writes it."""
+"""Captures of F.grid_sample and F.affine_grid."""
 
 import pytest
 import torch.nn.functional as F
@@ -11,15 +11,15 @@ SIZES = [{"n": 2, "h": 5, "w": 4, "p": 3}, {"n": 1, "h": 7, "w": 6, "p": 5}]
 
 MODES = ("bilinear", "nearest", "bicubic")
 PADDINGS = ("zeros", "border", "reflection")
-# Each mode and each padding once; all of both are cases of the op: cases_grid_sample.py.
-WAYS = [
+# Each mode and each padding mode once; cases_grid_sample.py has all combinations.
+COMBINATIONS = [
     pytest.param(mode, padding, marks=[] if MODES.index(mode) == PADDINGS.index(padding) else [pytest.mark.slow])
     for mode in MODES
     for padding in PADDINGS
 ]
 
 
-@pytest.mark.parametrize(("mode", "padding"), WAYS)
+@pytest.mark.parametrize(("mode", "padding"), COMBINATIONS)
 def test_grid_sample(mode: str, padding: str) -> None:
     def sample(x, grid):
         return F.grid_sample(x, grid, mode, padding, align_corners=False)
@@ -28,7 +28,6 @@ def test_grid_sample(mode: str, padding: str) -> None:
 
 
 def test_spatial_transformer() -> None:
-    """An image moved by matrices that are learned."""
 
     def transform(x, theta):
         return F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)

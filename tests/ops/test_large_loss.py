@@ -27,21 +27,21 @@ def loss_graph(rows: sizes.Size, classes: sizes.Size, reduction: str) -> ir.Mode
     set_type(scores, TensorType(ir.DataType.BFLOAT16, (rows, classes)))
     set_type(labels, TensorType(ir.DataType.INT64, (rows,)))
     op = builder(ir.Graph([scores, labels], [], nodes=[], opset_imports={"": OPSET}, name="loss"))
-    found = op.ms.SoftmaxCrossEntropyLossInternal(
+    outputs = op.ms.SoftmaxCrossEntropyLossInternal(
         scores, labels, None, op.scalar(-100, ir.DataType.INT64), reduction=reduction
     )
-    found[0].name = "loss"
-    op.graph.outputs.append(found[0])
+    outputs[0].name = "loss"
+    op.graph.outputs.append(outputs[0])
     for number, node in enumerate(op.graph):
         node.name = f"node_{number}"
     return differentiate(ir.Model(op.graph, ir_version=10), [True, False], [True]).model
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("known", [True, False])
-def test_all_integers_of_the_bodies_are_int64(reduction: str, known: bool) -> None:
+@pytest.mark.parametrize("static", [True, False])
+def test_all_integers_of_the_bodies_are_int64(reduction: str, static: bool) -> None:
     """Element counts and indices are int64, in the loss and in its gradient, with static and symbolic dimensions."""
-    model = loss_graph(*((ROWS, CLASSES) if known else ("n", "c")), reduction)
+    model = loss_graph(*((ROWS, CLASSES) if static else ("n", "c")), reduction)
     bodies = inline_bodies(model).graph
     values = [*bodies.initializers.values(), *(v for node in bodies for v in node.outputs)]
     integers = [v for v in values if dtype_of(v).is_integer()]
@@ -51,10 +51,10 @@ def test_all_integers_of_the_bodies_are_int64(reduction: str, known: bool) -> No
 
 def test_sizes_and_costs_are_not_cut_off() -> None:
     """Sizes are Python integers: the element count of a graph does not overflow."""
-    for rows, classes, given in ((ROWS, CLASSES, {}), ("n", "c", {"n": ROWS, "c": CLASSES})):
+    for rows, classes, size_values in ((ROWS, CLASSES, {}), ("n", "c", {"n": ROWS, "c": CLASSES})):
         model = loss_graph(rows, classes, "mean")
         costs = [
-            sizes.evaluate(lookup(node.domain, node.op_type).flops(view(node)), given)
+            sizes.evaluate(lookup(node.domain, node.op_type).flops(view(node)), size_values)
             for node in model.graph
             if node.domain == MICROSOFT
         ]

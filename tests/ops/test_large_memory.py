@@ -14,20 +14,20 @@ from onnxtrain.testing import assert_no_worse_than_eager
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def record_advice(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The begin and length of the memory for which huge pages are requested."""
-    found: list[tuple[int, int]] = []
-    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda begin, count, advice: found.append((begin, count)))
-    return found
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda begin, count, advice: advised.append((begin, count)))
+    return advised
 
 
 def test_only_complete_pages_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = asked_for(monkeypatch)
+    advised = record_advice(monkeypatch)
     like = torch.empty(0)
     small = huge_pages.empty((1024, 1024), like)
-    assert not found
+    assert not advised
     large = huge_pages.empty((1025, 8192), like)
-    ((begin, count),) = found
+    ((begin, count),) = advised
     assert begin % (2 << 20) == 0
     assert count % (2 << 20) == 0
     assert large.data_ptr() <= begin

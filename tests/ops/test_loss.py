@@ -18,12 +18,12 @@ CROSS_ENTROPY = "onnxtrain::CrossEntropy"
 
 def labels(shape, dtype, generator):
     """Class indices; one is the default ignore_index, one is class 2."""
-    found = torch.randint(CLASSES, shape, generator=generator)
-    flat = found.view(-1)
+    targets = torch.randint(CLASSES, shape, generator=generator)
+    flat = targets.view(-1)
     flat[0] = 2
     if flat.numel() > 1:
         flat[1] = -100
-    return found
+    return targets
 
 
 SCORES, LABELS = Spec(f"n {CLASSES}"), Spec("n", "int64", make=labels)

@@ -120,8 +120,8 @@ def test_stock_onnxruntime_has_the_same_fused_matmul(case):
     assert check.definition.ort_compatible(check.definition.view(node)) == ("batch_" not in case.label)
     if "batch_" in case.label:
         return
-    for known in FULL if case.sizes else case.size_sets():
-        tensors = check.tensors(known)
+    for sizes in FULL if case.sizes else case.size_sets():
+        tensors = check.tensors(sizes)
         (got,) = run_model(check.model, tensors)
         exact = case.reference(*(t.double() for t in tensors))
-        assert_no_worse_than_eager(str(known), got, case.reference(*tensors), exact)
+        assert_no_worse_than_eager(str(sizes), got, case.reference(*tensors), exact)

@@ -1,4 +1,4 @@
-"""What PyTorch's functions that rearrange, join and cut tensors become: right at all sizes, in one capture."""
+"""Captures of PyTorch's functions that move elements, and facts that passes read from their definitions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 
 
 def write_parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """In-place writes, which become select_scatter, slice_scatter and index_put."""
+    """Write in place to parts; functionalization makes select_scatter, slice_scatter and index_put of these."""
     z = x.clone()
     z[:, 0] = y
     z[:, 1:3] = z[:, 2:4].clone() * 2
@@ -29,7 +29,7 @@ def write_parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def shift_right(x: torch.Tensor) -> torch.Tensor:
-    """T5's and BART's decoder inputs."""
+    """Shift tokens as T5 and BART do for decoder inputs."""
     shifted = x.new_zeros(x.shape)
     shifted[:, 1:] = x[:, :-1].clone()
     shifted[:, 0] = 3
@@ -37,7 +37,7 @@ def shift_right(x: torch.Tensor) -> torch.Tensor:
 
 
 def windows(x: torch.Tensor) -> torch.Tensor:
-    """Swin's partition into windows and back."""
+    """Partition into windows and back, as Swin does."""
     b, h, w, c = x.shape
     parts = x.view(b, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 2, 2, c)
     return (parts * 2).view(b, h // 2, w // 2, 2, 2, c).permute(0, 1, 3, 2, 4, 5).contiguous().view(b, h, w, c)
@@ -93,15 +93,15 @@ FUNCTIONS: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_function_of_one_tensor(name: str) -> None:
+def test_captured_function_matches_eager(name: str) -> None:
     check_capture(FUNCTIONS[name])
 
 
-def test_writes_into_parts_of_a_tensor() -> None:
+def test_in_place_writes_to_parts_of_a_tensor() -> None:
     check_capture(write_parts, Spec("b s h"), Spec("b h"))
 
 
-def test_slice_up_to_another_size() -> None:
+def test_slice_up_to_a_size_of_another_tensor() -> None:
     check_capture(lambda x, y: x[:, : y.size(1)] * y, Spec("b 9 h"), Spec("b s h"))
 
 
@@ -114,15 +114,15 @@ def test_scatter_functions() -> None:
     )
 
 
-def test_integers_move_too() -> None:
+def test_shift_of_integers() -> None:
     check_capture(shift_right, Spec("b s", "int64", high=9))
 
 
-def test_windows_of_an_image() -> None:
+def test_window_partition_of_an_image() -> None:
     check_capture(windows, Spec("b h w 3"), sizes=[{"b": 2, "h": 4, "w": 6}, {"b": 3, "h": 8, "w": 2}])
 
 
-def test_pixels_and_channels() -> None:
+def test_pixel_and_channel_shuffles() -> None:
     check_capture(
         lambda x: (F.pixel_shuffle(x, 2), F.pixel_unshuffle(x, 2), F.channel_shuffle(x, 4)),
         Spec("b 8 h w"),
@@ -130,7 +130,7 @@ def test_pixels_and_channels() -> None:
     )
 
 
-def test_half_precision_keeps_its_dtype() -> None:
+def test_bfloat16_keeps_its_dtype() -> None:
     check_capture(lambda x: (F.pad(x, (1, 1), value=0.1), x.repeat(1, 2, 1), x.flip(0)), dtype=torch.bfloat16)
 
 
@@ -139,7 +139,7 @@ def test_circular_padding() -> None:
     check_capture(lambda x: F.pad(x, (-1, 2), mode="circular"), aten=True)
 
 
-# Refusals
+# Errors
 
 
 def small_graph(*shape: int | str) -> tuple[Any, ir.Value]:
@@ -165,13 +165,13 @@ def small_graph(*shape: int | str) -> tuple[Any, ir.Value]:
         lambda op, x: op.Pad(x, op.sizes([0, 0, 1, 1]), mode="mirror"),
     ],
 )
-def test_nodes_that_are_not_well_formed(build: Function) -> None:
+def test_invalid_node_raises(build: Function) -> None:
     op, x = small_graph(3, 4)
     with pytest.raises(GraphError):
         build(op, x)
 
 
-# Facts that others ask for
+# Facts that passes read
 
 
 @pytest.mark.parametrize(
@@ -185,35 +185,35 @@ def test_nodes_that_are_not_well_formed(build: Function) -> None:
         ((), ("n",), " -> [y0]"),
     ],
 )
-def test_axes_of_a_reshape(source: Any, target: Any, expected: str) -> None:
+def test_axis_map_of_a_reshape(source: Any, target: Any, expected: str) -> None:
     left, right = factored(source, target)
     assert f"{' '.join(left)} -> {' '.join(right)}" == expected
 
 
-def test_one_symbolic_size_needs_no_arithmetic() -> None:
+def test_reshape_with_one_symbolic_size_needs_no_size_arithmetic() -> None:
     op, x = small_graph("b", "s", 12)
-    split = FROM_TORCH["aten.view.default"]
+    capture_view = FROM_TORCH["aten.view.default"]
     op.out = (TensorType(ir.DataType.FLOAT, ("b", "s", 3, 4)),)
     assert len(list(op.graph)) == 0
-    split(op, x, ["b", "s", 3, 4])
+    capture_view(op, x, ["b", "s", 3, 4])
     assert any(node.op_type == "Shape" for node in op.graph)  # two symbolic sizes: both are read
     op, x = small_graph("b", 12)
     op.out = (TensorType(ir.DataType.FLOAT, ("b", 3, 4)),)
-    split(op, x, ["b", 3, 4])
+    capture_view(op, x, ["b", 3, 4])
     assert [node.op_type for node in op.graph] == ["Reshape"]
 
 
-def test_size_arithmetic_is_followed() -> None:
+def test_known_ints_evaluates_size_arithmetic() -> None:
     op, x = small_graph("b", "s")
     rows = op.Shape(x, start=0, end=1)
-    both = op.Concat(op.Mul(rows, op.sizes([2])), op.Shape(x, start=1), axis=0)
-    assert known_ints(both) == ("2*b", "s")
-    assert known_ints(op.Squeeze(op.Slice(both, op.sizes([1]), op.sizes([2])), op.sizes([0]))) == ("s",)
+    sizes = op.Concat(op.Mul(rows, op.sizes([2])), op.Shape(x, start=1), axis=0)
+    assert known_ints(sizes) == ("2*b", "s")
+    assert known_ints(op.Squeeze(op.Slice(sizes, op.sizes([1]), op.sizes([2])), op.sizes([0]))) == ("s",)
     assert known_ints(x) is None
 
 
-def test_views_are_declared() -> None:
-    """A kernel whose result shares memory with its input has a definition that says so."""
+def test_views_declare_their_alias() -> None:
+    """Kernels of these ops return views, and the definitions say so."""
     op, x = small_graph(4, 1, 6)
     vector = op.sizes
     nodes = [
@@ -234,8 +234,9 @@ def test_views_are_declared() -> None:
         kernel = definition.kernel(node, "cpu")
         arguments: list[Any] = [tensor]
         for index, operand in enumerate(node.inputs[1:], 1):
-            held = known_ints(operand)
-            arguments.append(held[0] if len(operand.shape) == 0 else held) if index in kernel.host_inputs else None
+            integers = known_ints(operand)
+            if index in kernel.host_inputs:
+                arguments.append(integers[0] if len(operand.shape) == 0 else integers)
         arguments += [None] * (len(definition.inputs) - len(arguments))
         result = kernel.lower(view(node), *arguments).evaluate()
         result = result[0] if isinstance(result, (tuple, list)) else result

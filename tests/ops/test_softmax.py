@@ -1,4 +1,4 @@
-"""What PyTorch's softmaxes become, and our safe softmax against PyTorch's."""
+"""Captures of PyTorch's softmax functions, and `safe_softmax` against PyTorch's."""
 
 import math
 
@@ -12,8 +12,8 @@ from tests.ops.captures import check_capture
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_captured(dtype):
-    def all_of_them(x):
+def test_captured_softmax_matches_eager(dtype):
+    def softmaxes(x):
         return (
             torch.softmax(x, -1),
             torch.softmax(x, 1),
@@ -23,26 +23,26 @@ def test_captured(dtype):
             F.softmin(x, 1),
         )
 
-    check_capture(all_of_them, dtype=dtype)
+    check_capture(softmaxes, dtype=dtype)
 
 
-def test_a_number_is_a_row_of_one():
+def test_scalar_is_a_row_of_one_element():
     check_capture(lambda x: (x.softmax(-1), x.log_softmax(0)), Spec(""), sizes=({},))
 
 
-def test_integers_are_cast_first():
+def test_integers_are_cast_before_softmax():
     check_capture(lambda i, x: (i.softmax(0, dtype=torch.float32), x * 2), Spec("b s", dtype="int64"), Spec("b"))
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_safe_softmax_is_pytorchs(dim):
+def test_safe_softmax_is_bitwise_equal_to_pytorchs(dim):
     x = torch.randn(4, 5, 6)
-    plain = torch.ops.aten._safe_softmax.default
-    torch.testing.assert_close(safe_softmax(x, dim), plain(x, dim), rtol=0, atol=0)
+    reference = torch.ops.aten._safe_softmax.default
+    torch.testing.assert_close(safe_softmax(x, dim), reference(x, dim), rtol=0, atol=0)
     x.select(dim, 2).fill_(-math.inf)
-    torch.testing.assert_close(safe_softmax(x, dim), plain(x, dim), rtol=0, atol=0)
+    torch.testing.assert_close(safe_softmax(x, dim), reference(x, dim), rtol=0, atol=0)
     x[:, 1] = -math.inf
     x[0], x[3, :, 2] = -math.inf, math.nan
-    torch.testing.assert_close(safe_softmax(x, dim), plain(x, dim), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(safe_softmax(x, dim), reference(x, dim), rtol=0, atol=0, equal_nan=True)
     for empty in (torch.randn(0, 3), torch.randn(3, 0)):
-        torch.testing.assert_close(safe_softmax(empty, 1), plain(empty, 1), rtol=0, atol=0)
+        torch.testing.assert_close(safe_softmax(empty, 1), reference(empty, 1), rtol=0, atol=0)

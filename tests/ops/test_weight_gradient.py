@@ -130,8 +130,8 @@ def test_gradient_of_empty_tensors_is_zero(empty: str, calls: Counter[str]) -> N
 @pytest.mark.parametrize("processor", ["x86-64", "haswell"])
 def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
-    plain = compiler.flags()
-    monkeypatch.setattr(compiler, "flags", lambda **_: (*plain[:-1], f"-march={processor}"))
+    flags = compiler.flags()
+    monkeypatch.setattr(compiler, "flags", lambda **_: (*flags[:-1], f"-march={processor}"))
     library = Library(LIBRARY.name, LIBRARY.source, LIBRARY.signatures)
     assert library.wait(), library.failure
     for geometry, layout in itertools.product(GEOMETRIES, (torch.channels_last, torch.contiguous_format)):
