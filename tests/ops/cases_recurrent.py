@@ -1,4 +1,4 @@
-"""Recurrent layers, compared with PyTorch's own."""
+"""Cases of the recurrent ops, with PyTorch's layers as the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EMPTY = [{"s": 3, "b": 2}, {"s": 3, "b": 0}, {"s": 0, "b": 2}]
 
 
 def _weight(dims: str) -> Spec:
-    """In the range of PyTorch's initial weights for five hidden units."""
+    """Return the spec of a weight in the range of PyTorch's initial weights for five hidden units."""
     return Spec(dims, low=-0.45, high=0.45)
 
 
@@ -44,11 +44,11 @@ def _layer(
     direction = [_weight(f"{rows} {width}"), _weight(f"{rows} {hidden}")]
     direction += [_weight(f"{rows}"), _weight(f"{rows}")] if bias else [None, None]
 
-    def reference(x: Tensor, *rest: Tensor | None) -> Any:
-        weights = [w for w in rest[len(firsts) :] if w is not None]
-        return _run(activation or name, x, rest[: len(firsts)], weights, both)
+    def reference(x: Tensor, *operands: Tensor | None) -> Any:
+        weights = [w for w in operands[len(firsts) :] if w is not None]
+        return _run(activation or name, x, operands[: len(firsts)], weights, both)
 
-    label = [word for word, flag in zip(("both", "plain", "empty"), (both, not bias, empty), strict=True) if flag]
+    label = [*["both"] * both, *["plain"] * (not bias), *["empty"] * empty]
     return OpCase(
         "onnxtrain",
         f"{name}Layer",
@@ -109,7 +109,7 @@ def _onnx(
     lengths: Tensor | None,
     *firsts: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The result of PyTorch's layer, which has no sole reverse direction and packs sequences of different lengths."""
+    """Compute ONNX's op by PyTorch's layer, which lacks direction=reverse and packs sequences of different lengths."""
     count = DIRECTIONS[direction]
     weights = []
     for d in range(count):
@@ -189,14 +189,14 @@ def _fixed(shape: tuple[int, ...], seed: int, scale: float = 0.45) -> Tensor:
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1) * scale
 
 
-def _held(make: Callable[[torch.dtype], Tensor], dtype: str | torch.dtype = "float", grad: bool = False) -> Spec:
-    """A fixed value in the dtype under test."""
+def _fixed_spec(make: Callable[[torch.dtype], Tensor], dtype: str | torch.dtype = "float", grad: bool = False) -> Spec:
+    """Return the spec of a fixed value in the dtype under test."""
     dims = "k" if dtype == torch.uint8 else " ".join(map(str, make(torch.float32).shape))
-    return Spec(dims, dtype, make=lambda shape, wanted, generator: make(wanted), grad=grad)
+    return Spec(dims, dtype, make=lambda shape, tested_dtype, generator: make(tested_dtype), grad=grad)
 
 
-def _parts(name: str, count: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """x, the initial states, ONNX's w, r and b, and the cotangents of y[s, D, b, h] and the last states."""
+def _operands(name: str, count: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Return x, the initial states, ONNX's w, r and b, and the cotangents of y[s, D, b, h] and the last states."""
     rows, many = GATES[name] * HIDDEN, 1 + (name == "LSTM")
     x, firsts = _fixed((4, 3, WIDTH), 1, 1.0), [_fixed((count, 3, HIDDEN), 2 + i) for i in range(many)]
     weights = [_fixed((count, rows, WIDTH), 5), _fixed((count, rows, HIDDEN), 6), _fixed((count, 2 * rows), 7)]
@@ -212,7 +212,7 @@ def _differentiated(
 
 def _grad_case(name: str, direction: str) -> OpCase:
     count = DIRECTIONS[direction]
-    (x,), firsts, weights, cotangents = _parts(name, count)
+    (x,), firsts, weights, cotangents = _operands(name, count)
     w, r, b = weights
     layer = onnx_layer_kernels.Layer(next(c for c in CELLS if c.name == name), REVERSED[direction], False)
 
@@ -232,8 +232,12 @@ def _grad_case(name: str, direction: str) -> OpCase:
 
     many = len(firsts)
     saved_indices = {"LSTM": (0, 3, 4), "GRU": (0, 2), "RNN": (0,)}[name]
-    specs = [_held(v.to) for v in (x, w, r)] + ([_held(b.to)] if name == "GRU" else [])
-    rest = [_held(v.to) for v in firsts] + [_held(saved(i)) for i in saved_indices] + [_held(v.to) for v in cotangents]
+    specs = [_fixed_spec(v.to) for v in (x, w, r)] + ([_fixed_spec(b.to)] if name == "GRU" else [])
+    rest = (
+        [_fixed_spec(v.to) for v in firsts]
+        + [_fixed_spec(saved(i)) for i in saved_indices]
+        + [_fixed_spec(v.to) for v in cotangents]
+    )
     attributes: dict[str, Any] = {"hidden_size": HIDDEN, "direction": direction}
     if name == "GRU":
         attributes["linear_before_reset"] = 1
@@ -243,7 +247,7 @@ def _grad_case(name: str, direction: str) -> OpCase:
 
 
 def _layer_grad_case(name: str, count: int) -> OpCase:
-    (x,), firsts, weights, cotangents = _parts(name, count)
+    (x,), firsts, weights, cotangents = _operands(name, count)
     cell = next(c for c in CELLS if c.name == name)
     by_direction = [(w, r, *b.chunk(2)) for w, r, b in zip(*weights, strict=True)]
     flat = [v for each in by_direction for v in each]
@@ -272,14 +276,14 @@ def _layer_grad_case(name: str, count: int) -> OpCase:
             outputs = _run(name, leaves[0], leaves[1 : 1 + len(firsts)], leaves[1 + len(firsts) :], count == 2)
             return _differentiated(outputs, leaves, [v.to(dtype) for v in cotangents])
 
-    states = [_held(saved(2))] if name == "LSTM" else []
-    memory = [_held(saved(1 + len(firsts) + d), torch.uint8) for d in range(count)]
+    states = [_fixed_spec(saved(2))] if name == "LSTM" else []
+    memory = [_fixed_spec(saved(1 + len(firsts) + d), torch.uint8) for d in range(count)]
     absent = [None] * (8 - len(flat))
     inputs = (
-        *(_held(v.to) for v in cotangents),
-        *(_held(make) for make in (make_x, *(v.to for v in (*firsts, *flat)))),
+        *(_fixed_spec(v.to) for v in cotangents),
+        *(_fixed_spec(make) for make in (make_x, *(v.to for v in (*firsts, *flat)))),
         *absent,
-        _held(saved(0)),
+        _fixed_spec(saved(0)),
         *states,
         *memory,
     )

@@ -1,4 +1,4 @@
-"""The ops that PyTorch's losses are captured as; they run its own kernels."""
+"""Captures of PyTorch's losses, which run its own kernels."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CROSS_ENTROPY = "onnxtrain::CrossEntropy"
 
 
 def labels(shape, dtype, generator):
-    """Class indices; one is the default ignore_index, one is class 2."""
+    """Return class indices, of which one is the default ignore_index and one is class 2."""
     targets = torch.randint(CLASSES, shape, generator=generator)
     flat = targets.view(-1)
     flat[0] = 2
@@ -44,8 +44,8 @@ def test_cross_entropy(reduction, inner):
     assert CROSS_ENTROPY in ops_of(ours)
 
 
-def traced_again(x):
-    """An in-place operation, and an operator for which PyTorch traces the export again to functionalize it."""
+def double_in_place(x):
+    """Run an in-place operation, and an operator that PyTorch functionalizes by retracing the export."""
     torch.isclose(x.detach(), x.detach())
     return (x * 1).mul_(2)
 
@@ -53,19 +53,19 @@ def traced_again(x):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
 def test_a_loss_of_classes_after_an_in_place_operation(loss, reduction):
-    """PyTorch's reference implementations of these losses have other arguments."""
-    check_capture(lambda x, t: loss(traced_again(x), t, reduction=reduction), SCORES, LABELS, sizes=SIZES)
+    """PyTorch's Python reference implementations of these losses take different arguments."""
+    check_capture(lambda x, t: loss(double_in_place(x), t, reduction=reduction), SCORES, LABELS, sizes=SIZES)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_loss_of_pairs_after_an_in_place_operation(reduction):
     check_capture(
-        lambda x, y: F.hinge_embedding_loss(traced_again(x), y.detach().sign(), reduction=reduction),
+        lambda x, y: F.hinge_embedding_loss(double_in_place(x), y.detach().sign(), reduction=reduction),
         *PAIR,
         sizes=SIZES,
     )
     check_capture(
-        lambda x, y: F.margin_ranking_loss(traced_again(x), y, y.detach().sign(), reduction=reduction),
+        lambda x, y: F.margin_ranking_loss(double_in_place(x), y, y.detach().sign(), reduction=reduction),
         *PAIR,
         sizes=SIZES,
     )
@@ -101,10 +101,12 @@ def test_label_smoothing(reduction, weighted):
     check_capture(smoothed, *images, sizes=SIZES[:2])
 
 
-_ASKS_FOR_NUMBERS = needs_torch(2, 13, "cannot export it: its loss asks symbolic sizes for their number of elements")
+_NEEDS_SYMBOLIC_NUMEL = needs_torch(
+    2, 13, "cannot export it: the loss makes an integer of a symbolic number of elements"
+)
 
 
-@_ASKS_FOR_NUMBERS
+@_NEEDS_SYMBOLIC_NUMEL
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -117,7 +119,7 @@ def test_probabilities_as_targets(reduction, smoothing, weighted):
     check_capture(soft, Spec(f"n {CLASSES} d"), Spec(f"n {CLASSES} d"), WEIGHTS, sizes=SIZES[:2])
 
 
-@_ASKS_FOR_NUMBERS
+@_NEEDS_SYMBOLIC_NUMEL
 def test_probabilities_in_another_type():
     check_capture(lambda x, t: F.cross_entropy(x.bfloat16(), t.softmax(1)), SCORES, SCORES, sizes=SIZES[:2])
 
@@ -144,18 +146,18 @@ class Classifier(torch.nn.Module):
 
 
 def test_cross_entropy_under_autocast():
-    """Logits in bfloat16, the loss in float32."""
+    """Logits are bfloat16, the loss is float32."""
     calls = [[torch.randn(n, 5), torch.randint(CLASSES, (n,))] for n in (4, 2)]
     check_module(Classifier(), *calls, autocast=True)
 
 
-def test_a_label_out_of_range_is_refused():
+def test_label_out_of_range_raises():
     ours = ORTModule(Classifier())
     with pytest.raises(IndexError, match="out of bounds"):
         ours(torch.randn(2, 5), torch.tensor([1, CLASSES]))
 
 
-PLAIN = {
+POINTWISE = {
     "mse": F.mse_loss,
     "l1": F.l1_loss,
     "smooth_l1": lambda x, t, reduction: F.smooth_l1_loss(x, t, reduction=reduction, beta=0.5),
@@ -181,9 +183,9 @@ PLAIN = {
 
 @pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise(name, reduction):
-    check_capture(lambda x, t: PLAIN[name](x, t, reduction=reduction), *PAIR, sizes=SIZES)
+    check_capture(lambda x, t: POINTWISE[name](x, t, reduction=reduction), *PAIR, sizes=SIZES)
 
 
 _MSE_OF_ONE_TYPE = needs_torch(2, 12, "has no gradient of it")
@@ -191,12 +193,12 @@ _MSE_OF_ONE_TYPE = needs_torch(2, 12, "has no gradient of it")
 
 @pytest.mark.parametrize("name", [pytest.param("mse", marks=_MSE_OF_ONE_TYPE), "smooth_l1", "l1"])
 def test_pointwise_of_mixed_types(name):
-    check_capture(lambda x, t: PLAIN[name](x.bfloat16(), t, reduction="mean"), *PAIR, sizes=SIZES[:2])
+    check_capture(lambda x, t: POINTWISE[name](x.bfloat16(), t, reduction="mean"), *PAIR, sizes=SIZES[:2])
 
 
 @pytest.mark.parametrize("name", ["binary_of_logits", "kl_div"])
 def test_decomposed_losses_of_mixed_dtypes_stay_aten_nodes(name):
-    check_capture(lambda x, t: PLAIN[name](x.bfloat16(), t, reduction="sum"), *PAIR, sizes=SIZES[:2], aten=True)
+    check_capture(lambda x, t: POINTWISE[name](x.bfloat16(), t, reduction="sum"), *PAIR, sizes=SIZES[:2], aten=True)
 
 
 def test_broadcast_targets():

@@ -1,4 +1,4 @@
-"""The ops that PyTorch's matmul operators are captured as, and the kernels that differ from PyTorch's functions."""
+"""Captures of PyTorch's matmul operators, and the kernels that differ from PyTorch's functions."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_captured(call):
+def test_captured_matmul_matches_eager(call):
     function, *dims = call
     check_capture(function, *map(Spec, dims), sizes=SIZES)
 
@@ -78,32 +78,32 @@ def test_a_base_larger_than_no_rows():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_captured_in_other_types(dtype):
-    def products(x, w, b):
+def test_captured_matmul_matches_eager_in_other_types(dtype):
+    def matmuls(x, w, b):
         y = F.linear(x, w, b)
         return y, torch.addmm(b, x[0], w.t()), x @ w.t(), torch.baddbmm(y, x, w.t().expand(x.shape[0], -1, -1))
 
-    check_capture(products, Spec("b m k"), Spec("n k"), Spec("n"), dtype=dtype, sizes=SIZES)
+    check_capture(matmuls, Spec("b m k"), Spec("n k"), Spec("n"), dtype=dtype, sizes=SIZES)
 
 
-def test_integers_multiply_too():
+def test_matmul_of_integers():
     integers = [Spec("m k", dtype="int64", low=-9, high=9), Spec("k n", dtype="int64", low=-9, high=9)]
     check_capture(lambda a, b, x: (a @ b, x * 2), *integers, Spec("m"), sizes=SIZES)
 
 
-def test_dtypes_that_onnx_does_not_multiply_stay_aten_nodes():
+def test_matmul_of_dtypes_that_onnx_lacks_stays_an_aten_node():
     narrow = [Spec("m k", dtype=torch.uint8, low=0, high=9), Spec("k n", dtype=torch.uint8, low=0, high=9)]
     check_capture(lambda a, b, x: (a @ b, x * 2), *narrow, Spec("m"), sizes=SIZES, aten=True)
 
 
-def test_a_factor_that_float32_rounds_is_no_attribute():
+def test_factors_that_float32_rounds_are_not_exact_attributes():
     assert is_exact_attribute(0.25)
     assert is_exact_attribute(3)
     assert not is_exact_attribute(0.1)
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 5), (3, 0, 5), (0, 4, 5), (3, 4, 0), (2, 3, 4, 5)], ids=str)
-def test_a_transposed_input_is_multiplied_as_rows(shape):
+def test_linear_of_a_transposed_input_is_bitwise_equal(shape):
     x, w, b = torch.randn(shape).transpose(0, 1), torch.randn(6, shape[-1]), torch.randn(6)
     w.requires_grad_()  # eager PyTorch flattens the batch axes if the weight is trained
     torch.testing.assert_close(linear(x, w, b), F.linear(x, w, b), rtol=0, atol=0)
@@ -113,7 +113,7 @@ def test_a_transposed_input_is_multiplied_as_rows(shape):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name == "FusedMatMul"], ids=str)
 def test_stock_onnxruntime_has_the_same_fused_matmul(case):
-    """Its float32 kernel replaces our body: the op is `ort_compatible`."""
+    """The op is `ort_compatible`: onnxruntime's float32 kernel runs instead of our body."""
     check = CaseCheck(case, torch.float32)
     check.model.graph.opset_imports["com.microsoft"] = 1
     (node,) = check.model.graph

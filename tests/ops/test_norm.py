@@ -1,4 +1,4 @@
-"""The ops that PyTorch's normalizations are captured as; they run its own kernels, with bit-identical results."""
+"""Captures of PyTorch's normalizations, which run its own kernels: results are bitwise equal."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_rms_norm(module, dtype):
     "norm", [nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.RMSNorm(8), nn.GroupNorm(1, 5)], ids=str
 )
 def test_norms_under_autocast(norm):
-    """Activations in bfloat16, parameters in float32."""
+    """Activations are bfloat16, parameters float32."""
     check_module(nn.Sequential(nn.Linear(8, 8), randomized(norm)), *rows(4, 2), autocast=True)
 
 

@@ -1,4 +1,4 @@
-"""The ops that PyTorch's pools are captured as; they run its own kernels, with bit-identical results."""
+"""Captures of PyTorch's pools, which run its own kernels: results are bitwise equal."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SIZES = ({"n": 3, "h": 9, "w": 8}, {"n": 2, "h": 10, "w": 7}, {"n": 1, "h": 6, "
 
 
 def calls(rank: int, *batches: int) -> list[list[torch.Tensor]]:
-    """Inputs with several batch sizes; the images of the second are larger too."""
+    """Return inputs of several batch sizes; every second one has larger images."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(n, X[rank][0], *(s + number % 2 for s in X[rank][1:])) for number, n in enumerate(batches)]
     return [[torch.randn(shape, generator=generator)] for shape in shapes]
@@ -65,7 +65,7 @@ def test_pool(name, rank, module):
     assert name in ops_of(ours)
 
 
-def test_another_length_is_another_capture_for_max_pool1d():
+def test_max_pool1d_is_captured_for_each_length():
     """PyTorch's export makes the length static for this operator."""
     pool = nn.MaxPool1d(3, 2, 1)
     ours = ORTModule(pool)
@@ -73,8 +73,8 @@ def test_another_length_is_another_capture_for_max_pool1d():
         x = torch.randn(batch, 4, length, requires_grad=True)
         y, expected = ours(x), pool(x)
         assert torch.equal(y, expected)
-        [got], [right] = torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x)
-        assert torch.equal(got, right)
+        [dx], [expected_dx] = torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x)
+        assert torch.equal(dx, expected_dx)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -90,7 +90,7 @@ def test_divisor_override():
     )
 
 
-def test_a_single_sample():
+def test_sample_without_a_batch_axis():
     for module in (nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2), nn.AdaptiveMaxPool2d(2)):
         check_module(module, *([x[0]] for [x] in calls(2, 3, 2)), exact=True)
 

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN modules: one capture for all lengths, as exact as eager with all options."""
+"""Captures of LSTM, GRU and RNN modules: one capture for all lengths, as accurate as eager with all options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Recurrent(nn.Module):
 
 
 def results(run: Any, module: nn.Module, inputs: list[torch.Tensor], autocast: bool = False) -> list[torch.Tensor]:
-    """Outputs, and gradients of inputs and parameters."""
+    """Return the outputs, and the gradients of inputs and parameters."""
     module.zero_grad(set_to_none=True)
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     torch.manual_seed(3)
@@ -68,10 +68,10 @@ def compare(module: Recurrent, hx: bool = False, autocast: bool = False, rng: st
             inputs = [t.to(module.layer.weight_hh_l0) for t in inputs_of(module, steps, samples, hx)]
             got = results(ours, ours, inputs, autocast)
             eager = results(module, module, inputs, autocast)
-            right = results(exact, exact, [t.double() for t in inputs])
-            largest = max(float(t.abs().max()) for t in right)
-            for index, (mine, theirs, truth) in enumerate(zip(got, eager, right, strict=True)):
-                assert_no_worse_than_eager(f"{steps}x{samples}: {index}", mine, theirs, truth, largest)
+            precise = results(exact, exact, [t.double() for t in inputs])
+            largest = max(float(t.abs().max()) for t in precise)
+            for index, (g, e, x) in enumerate(zip(got, eager, precise, strict=True)):
+                assert_no_worse_than_eager(f"{steps}x{samples}: {index}", g, e, x, largest)
         assert engine_of(ours).captures == 1
     return ours
 
@@ -113,12 +113,12 @@ def test_eval_mode_and_no_gradient(kind: str) -> None:
     ours = compare(module)
     x = torch.randn(3, 2, WIDTH, dtype=torch.float64)
     with torch.no_grad():
-        for mine, theirs in zip(ours(x), copy.deepcopy(module).double()(x), strict=True):
-            assert_no_worse_than_eager("no gradient", mine, theirs, theirs)
+        for got, expected in zip(ours(x), copy.deepcopy(module).double()(x), strict=True):
+            assert_no_worse_than_eager("no gradient", got, expected, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_between_layers_draws_what_eager_draws(kind: str) -> None:
+def test_dropout_between_layers_samples_as_eager(kind: str) -> None:
     torch.manual_seed(0)
     compare(Recurrent(kind, num_layers=3, dropout=0.4, batch_first=True, bidirectional=True), rng="torch")
 
@@ -133,44 +133,44 @@ def test_frozen_weights(kind: str, frozen: str) -> None:
     compare(module)
 
 
-def test_projections_stay_pytorchs() -> None:
-    """ONNX cannot express them; the number of steps is a dynamic dimension nevertheless."""
+def test_lstm_with_projections_stays_an_aten_node() -> None:
+    """ONNX lacks projections; the number of steps is still a dynamic dimension."""
     torch.manual_seed(0)
     compare(Recurrent("lstm", proj_size=3, batch_first=True), hx=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_a_gpu_it_runs_cudnn(kind: str) -> None:
+def test_layers_on_a_gpu_run_cudnn(kind: str) -> None:
     """All layers are one ATen node, with eager's kernel."""
     torch.manual_seed(0)
     compare(Recurrent(kind, num_layers=2, bidirectional=True).cuda())
 
 
 def test_without_onednn() -> None:
-    """Our LSTM kernels in float32; the flag may change between forward and backward."""
+    """Our LSTM kernels run in float32; the flag may change between forward and backward."""
     torch.manual_seed(0)
     module = Recurrent("lstm", bidirectional=True)
     ours = ORTModule(copy.deepcopy(module))
     inputs = inputs_of(module, 4, 3, hx=True)
     double = copy.deepcopy(module).double()
     wide = [t.double().requires_grad_() for t in inputs]
-    right = double(*wide)
-    right_gradients = torch.autograd.grad(right, wide, [torch.ones_like(t) for t in right])
-    for before, after in ((False, False), (False, True), (True, False)):
-        with torch.backends.mkldnn.flags(enabled=before):
+    exact = double(*wide)
+    exact_gradients = torch.autograd.grad(exact, wide, [torch.ones_like(t) for t in exact])
+    for in_forward, in_backward in ((False, False), (False, True), (True, False)):
+        with torch.backends.mkldnn.flags(enabled=in_forward):
             outputs = ours(*(t.requires_grad_() for t in inputs))
             eager = module(*inputs)
-        with torch.backends.mkldnn.flags(enabled=after):
+        with torch.backends.mkldnn.flags(enabled=in_backward):
             got, expected = (torch.autograd.grad(o, inputs, [torch.ones_like(t) for t in o]) for o in (outputs, eager))
-        for mine, theirs, truth in zip(outputs, eager, right, strict=True):
-            assert_no_worse_than_eager("output", mine.detach(), theirs.detach(), truth.detach())
-        for mine, theirs, truth in zip(got, expected, right_gradients, strict=True):
-            assert_no_worse_than_eager("gradient", mine, theirs, truth)
+        for g, e, x in zip(outputs, eager, exact, strict=True):
+            assert_no_worse_than_eager("output", g.detach(), e.detach(), x.detach())
+        for g, e, x in zip(got, expected, exact_gradients, strict=True):
+            assert_no_worse_than_eager("gradient", g, e, x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_without_steps_raises_as_in_eager(kind: str) -> None:
+def test_sequence_without_steps_raises_as_in_eager(kind: str) -> None:
     module = Recurrent(kind)
     ours = ORTModule(copy.deepcopy(module))
     ours(torch.randn(3, 2, WIDTH))
@@ -183,7 +183,7 @@ def nodes(path: Any) -> Iterator[str]:
     return (without_case_suffix(node.op_type) for node in ir.load(path).graph)
 
 
-def test_the_graph_shows_the_layers(tmp_path: Any) -> None:
+def test_graph_has_one_node_per_layer(tmp_path: Any) -> None:
     module = Recurrent("lstm", num_layers=2, dropout=0.2)
     ours = ORTModule(module, DebugOptions(save_onnx=True, onnx_prefix="m", save_path=tmp_path))
     ours(torch.randn(4, 3, WIDTH))[0].sum().backward()
@@ -199,7 +199,7 @@ def test_the_graph_shows_the_layers(tmp_path: Any) -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_share_no_memory(cell: Cell, count: int, dtype: torch.dtype) -> None:
-    """A program may overwrite each in place: the last h is no view of y, the last c no view of the saved bytes."""
+    """A program may overwrite each result in place, so the last h must not be a view of y, nor c of the saved bytes."""
     rows = cell.gates * HIDDEN
     shapes = [(rows, WIDTH), (rows, HIDDEN), (rows,), (rows,)] * count
     weights = [torch.randn(shape, dtype=dtype) for shape in shapes]
