@@ -193,9 +193,10 @@ class _Writer:
         low, high = LIMITS[rounding.dtype]
         stem = str(rounding.dequantize.outputs[0].name)
         zero = rounding.zero_point.astype(np.float32)
-        if not self._learn and zero.size == 1:
-            held = self._constant(f"{stem}/zero_point", zero.reshape(()))
-            return self._fake_quant(rounding, x, rounding.scale, held, low, high)
+        if not self._learn:
+            scale = rounding.scale if zero.size == 1 else self._beside(rounding)
+            held = self._constant(f"{stem}/zero_point", rounding.beside(zero))
+            return self._fake_quant(rounding, x, scale, held, low, high)
         # round(x / s) · s has PyTorch's gradient of x, and the gradient of a learned scale s.
         scale = self._beside(rounding)
         levels = self._node(rounding, ONNX, "Div", x, scale)

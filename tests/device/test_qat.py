@@ -24,6 +24,7 @@ from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, OptimType, fake_quantize, generate_artifacts, quantize_trained
 from onnxtrain.device.onnx_module import OnnxModule
 from onnxtrain.errors import ArtifactError
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.device.stock import Stock
@@ -482,8 +483,11 @@ def test_ties_round_as_quantize_linear_rounds_them(case: str, tmp_path: Path) ->
 
     onnx.save(model, tmp_path / "m.onnx")
     module = OnnxModule.load(tmp_path / "m.onnx")
-    for run in (module, ORTModule(module)):
+    captured = ORTModule(module)
+    for run in (module, captured):
         assert np.array_equal(run(torch.from_numpy(x)).detach().numpy(), expected)
+    graph = engine_of(captured).newest().captured.model.graph
+    assert [n.op_type for n in graph if n.op_type in ("FakeQuant", "Div", "Round")] == ["FakeQuant"]
     for learn_scales in (False, True):
         folder = tmp_path / f"{learn_scales=}"
         prepared = fake_quantize(model, learn_scales=learn_scales)

@@ -7,7 +7,7 @@ import torch
 
 from onnxtrain.testing import OpCase, Spec
 from tests.ops.cases_attention import softmax
-from tests.ops.cases_keyed_dropout import KEY, draws
+from tests.ops.cases_keyed_dropout import KEY, keyed_samples
 
 SIZES = [
     {"b": 2, "h": 3, "l": 5, "s": 4, "e": 8},
@@ -114,7 +114,7 @@ def memory_efficient(q, k, v, bias=None, mask=None, fill=None, key=None, *, scal
 def _dropped(p, key, dropped):
     if key is None:
         return p
-    kept = draws(key, p.numel()).view(p.shape) >= dropped - 2**15
+    kept = keyed_samples(key, p.numel()).view(p.shape) >= dropped - 2**15
     return p * kept / (1 - dropped / 2**16)
 
 
@@ -189,7 +189,7 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, bias=None, key=None, *, scale=No
     y, start, heads = q.new_zeros(*q.shape[:2], v.shape[2]), 0, q.shape[1]
     kept = None
     if key is not None:
-        kept = draws(key, heads * int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())) >= dropped - 2**15
+        kept = keyed_samples(key, heads * int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())) >= dropped - 2**15
     for rows, p, c in _probabilities(q, k, v, cu_seqlens_q, cu_seqlens_k, bias, scale, is_causal):
         if kept is not None:
             p = p * kept[start : start + p.numel()].view(p.shape) / (1 - dropped / 2**16)

@@ -7,14 +7,14 @@ import torch
 
 from onnxtrain.testing import OpCase, Spec
 from tests.ops.cases_attention import GROUPED, KEYS, QKV, QUERIES, SIZES, scores, softmax
-from tests.ops.cases_keyed_dropout import KEY, draws
+from tests.ops.cases_keyed_dropout import KEY, keyed_samples
 
 RATIO = (Spec(dtype=torch.float64, value=0.25), Spec(dtype="bool", value=True))
 DROPPED = 16384  # of 65536
 
 
 def _dropped(p, key):
-    return p * (draws(key, p.numel()).view(p.shape) >= DROPPED - 2**15) / (1 - DROPPED / 2**16)
+    return p * (keyed_samples(key, p.numel()).view(p.shape) >= DROPPED - 2**15) / (1 - DROPPED / 2**16)
 
 
 def _attention(q, k, v, mask, key, **attributes):

@@ -15,7 +15,7 @@ def word(key: list[int], counter: int) -> int:
     return z ^ z >> 31
 
 
-def samples(key: torch.Tensor, count: int) -> torch.Tensor:
+def keyed_samples(key: torch.Tensor, count: int) -> torch.Tensor:
     """Return 16 random bits per element as signed integers: int64 [count]."""
     halves = key.tolist()
     words = [word(halves, c) for c in range((count + 3) // 4)]
@@ -25,7 +25,7 @@ def samples(key: torch.Tensor, count: int) -> torch.Tensor:
 
 def keyed_dropout(dropped: int):
     def reference(x: torch.Tensor, key: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        mask = samples(key, x.numel()).view(x.shape) >= dropped - 2**15
+        mask = keyed_samples(key, x.numel()).view(x.shape) >= dropped - 2**15
         y = x * mask * torch.ones((), dtype=x.dtype).div_(1 - dropped / 2**16)
         return y if residual is None else y + residual
 

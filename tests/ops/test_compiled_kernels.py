@@ -396,7 +396,7 @@ def test_attention_with_dropout_matches_autograd_with_the_same_mask(
     bias = torch.randn(1, 4, rows, columns).to(dtype)
     visible = torch.rand(3, 1, 1, columns) < 0.8
     key = keyed_bits.sample_key()
-    bits = cases_keyed_dropout.draws(key, 12 * rows * columns).view(3, 4, rows, columns)
+    bits = cases_keyed_dropout.keyed_samples(key, 12 * rows * columns).view(3, 4, rows, columns)
     dropout_mask = bits >= drop_count - 2**15
 
     def reference(wide: torch.dtype) -> list[torch.Tensor]:
@@ -616,7 +616,7 @@ def test_compiled_and_aten_dropout_add_the_residual_and_write_in_place(count: in
     assert keyed_bits.LIBRARY.wait()
     key = keyed_bits.sample_key()
     x, residual = torch.randint(-40, 40, (2, count))
-    dropped = 1.5 * x * (cases_keyed_dropout.draws(key, count) >= 6554 - 2**15)
+    dropped = 1.5 * x * (cases_keyed_dropout.keyed_samples(key, count) >= 6554 - 2**15)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         dense = residual.to(dtype)
         for added in (None, dense, torch.stack([dense, dense], 1)[:, 0]):

@@ -60,30 +60,74 @@ def _broadcasting(op: Builder, parameter: ir.Value) -> ir.Value:
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, *, divide: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute FakeQuant. Under autograd PyTorch's operator gives the straight-through gradient; `round` gives 0."""
+    """Compute FakeQuant, under autograd with the straight-through gradient."""
     if scale.numel() == 1:
         scale, zero_point = scale.reshape(()), zero_point.reshape(())
     scale, zero_point = scale.to(x.dtype), zero_point.to(x.dtype)
-    if torch.is_grad_enabled() and x.requires_grad:
-        scale, zero_point = scale.detach(), zero_point.detach()
-        with torch.no_grad():
-            _, mask = fake_quantize(x, scale, zero_point, low, high, divide=divide)
-        if divide:  # PyTorch multiplies by the reciprocal of its scale, which is exact for 1
-            return _straight_through(x / scale, torch.ones_like(scale), zero_point, low, high) * scale, mask
-        return _straight_through(x, scale, zero_point, low, high), mask
+    differentiable = torch.is_grad_enabled() and x.requires_grad
+    if divide and (differentiable or torch.compiler.is_compiling()):
+        y, mask = _BY_DIVISION(x, scale, zero_point, low, high)
+        return y, mask
+    if not differentiable:
+        return _fake_quantize(x, scale, zero_point, low, high, divide)
+    with torch.no_grad():
+        _, mask = _fake_quantize(x, scale, zero_point, low, high, divide)
+    return _fake_quantize_by_torch(x, scale, zero_point, low, high), mask
+
+
+def _fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int, divide: bool
+) -> tuple[Tensor, Tensor]:
     level = (x / scale if divide else x * scale.reciprocal()).round_().add_(zero_point)
     mask = level.ge(low) & level.le(high)
     return level.clamp_(low, high).sub_(zero_point).mul_(scale), mask
 
 
-def _straight_through(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
-    """Compute y by PyTorch's operator, whose gradient is 1 where nothing is clipped."""
-    zero_point = zero_point.to(torch.int32)
+def _fake_quantize_by_torch(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
+    """Compute y by PyTorch's operator, which multiplies by the reciprocal and has the straight-through gradient."""
+    scale, zero_point = scale.detach(), zero_point.detach().to(torch.int32)
     if scale.numel() == 1:
         parameters = scale.reshape(1), zero_point.reshape(1)
         return torch.fake_quantize_per_tensor_affine(x, *parameters, low, high)
     axis = next(i for i, size in enumerate(scale.shape) if size != 1) - scale.dim() + x.dim()
     return torch.fake_quantize_per_channel_affine(x, scale.flatten(), zero_point.flatten(), axis, low, high)
+
+
+# With divide=1 the operator is ours: autograd gets its gradient, and a captured module one node.
+_OWN_LIBRARY = torch.library.Library("onnxtrain", "FRAGMENT")
+_OWN_LIBRARY.define(
+    "fake_quantize_by_division(Tensor x, Tensor scale, Tensor zero_point, int quant_min, int quant_max)"
+    " -> (Tensor, Tensor)"
+)
+_BY_DIVISION = torch.ops.onnxtrain.fake_quantize_by_division.default
+
+
+def _by_division(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, scale, zero_point, low, high, True)
+
+
+def _save_mask(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _by_division_backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    (mask,) = ctx.saved_tensors
+    return torch.where(mask, dy, 0.0), None, None, None, None
+
+
+_OWN_LIBRARY.impl("fake_quantize_by_division", _by_division, "CompositeExplicitAutograd")
+torch.library.register_autograd(
+    "onnxtrain::fake_quantize_by_division", _by_division_backward, setup_context=_save_mask, lib=_OWN_LIBRARY
+)
+
+
+def _capture_by_division(op: Builder, x: ir.Value, *parameters: Any) -> tuple[ir.Value, ir.Value]:
+    *scale_and_zero_point, quant_min, quant_max = parameters
+    outputs: tuple[ir.Value, ir.Value] = op.ms.FakeQuant(
+        x, *scale_and_zero_point, quant_min=quant_min, quant_max=quant_max, divide=1
+    )
+    return outputs
 
 
 def _quant_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> list[ir.Value | None]:
@@ -140,6 +184,7 @@ for _name in (
 ):
     if not dispatch.has_kernel_for_key(_name, "Meta"):
         dispatch.register_fake(_LIBRARY, _name, fake_quantize_meta)
+dispatch.register_fake(_OWN_LIBRARY, "onnxtrain::fake_quantize_by_division", fake_quantize_meta)
 
 
 define_fused(
@@ -154,6 +199,7 @@ define_fused(
         "aten.fake_quantize_per_tensor_affine_cachemask.default": _capture_with_mask,
         "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default": _capture_with_switch,
         "aten.fake_quantize_per_channel_affine_cachemask.default": _capture_per_channel,
+        "onnxtrain.fake_quantize_by_division.default": _capture_by_division,
     },
     shapes=_quant_types,
     body=_quant_body,
