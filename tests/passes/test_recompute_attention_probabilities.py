@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from onnxtrain import ORTModule
 from onnxtrain.ops.attention import compiled_kernels
 from tests.machines import Describe
-from tests.ops.captures import OfTensors
+from tests.ops.captures import FunctionModule
 
 HEADS, LENGTH, WIDTH = 3, 40, 8
 
@@ -22,7 +22,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def compiled(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Return the unit of a step."""
-    ours = ORTModule(OfTensors(attend), recompute="none", **options)
+    ours = ORTModule(FunctionModule(attend), recompute="none", **options)
     ours(*(torch.randn(2, HEADS, LENGTH, WIDTH).to(dtype).requires_grad_() for _ in range(3)))
     return ours.__dict__["_engine"].newest().unit
 
