@@ -1,4 +1,4 @@
-"""MODEL, as commands take it: a function of a file, a folder with a config, a file of ONNX."""
+"""The argument MODEL: a function in a file, a folder with a config, an ONNX file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("function", ["build", "keywords"])
-def test_a_function_of_a_file(file: Path, function: str) -> None:
+def test_a_function_in_a_file(file: Path, function: str) -> None:
     loaded = load_model(f"{file}:{function}")
     assert loaded.name == function
     assert loaded().shape == (3, 2)
@@ -85,7 +85,7 @@ def test_a_folder_with_a_config(tmp_path: Path, architecture: str) -> None:
     assert loaded().loss.isfinite()
 
 
-def test_a_file_of_onnx(tmp_path: Path) -> None:
+def test_an_onnx_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5)
@@ -112,7 +112,7 @@ def test_a_file_of_onnx(tmp_path: Path) -> None:
 
 
 class Residual(torch.nn.Module):
-    """A sum that could be written over what tanh's backward reads."""
+    """A sum that could overwrite the value that tanh's backward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ class Residual(torch.nn.Module):
         return result
 
 
-def test_a_module_of_a_file_runs_under_autograd(tmp_path: Path) -> None:
-    """As `verify` and `memory` run it, and copied as they do."""
+def test_the_module_of_an_onnx_file_runs_under_autograd(tmp_path: Path) -> None:
+    """Run and copy it as `verify` and `memory` do."""
     torch.manual_seed(0)
     net = Residual().eval()
     path, x = tmp_path / "net.onnx", torch.randn(300, 256)  # large enough for other libraries than PyTorch's own
@@ -140,7 +140,7 @@ def test_a_module_of_a_file_runs_under_autograd(tmp_path: Path) -> None:
         assert_no_worse_than_eager(f"value {place}", ours, eager, wanted)
 
 
-def test_what_cannot_be_loaded(file: Path, tmp_path: Path) -> None:
+def test_invalid_models_are_refused(file: Path, tmp_path: Path) -> None:
     def refused(text: str, word: str) -> None:
         with pytest.raises(OptionError, match=word):
             load_model(text)

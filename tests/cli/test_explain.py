@@ -1,4 +1,4 @@
-"""`onnxtrain explain`, and the counts of work that it shows."""
+"""`onnxtrain explain`, and its counts of FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_work_is_counted_at_the_sizes_of_the_call() -> None:
-    """Forward one product of 2 * 5 * 3 * 4 operations; backward one for the weight, and the sum for the bias."""
+    """Forward has one GEMM of 2 * 5 * 3 * 4 FLOPs; backward has one for the weight, and the sum for the bias."""
     model = ORTModule(nn.Linear(3, 4), statistics="work")
     model(torch.ones(5, 3))
     report = model.report()
@@ -97,8 +97,8 @@ def test_views_are_free() -> None:
     assert model.report().after == Work(0, 0)
 
 
-def test_what_is_left_out_shows_in_the_work(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """4 of 32 tokens have a label: how many depends on the data, and is found by asking it."""
+def test_skipped_work_is_not_counted(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4 of 32 tokens have a label; their number depends on the data."""
     whole = explained(capsys, f"{file}:words")
     assert "refused  cross_entropy_loss: stops at Linear 'linear' of score: " in whole
     assert "keep_outputs can name those that are used" in whole
@@ -111,7 +111,7 @@ def test_what_is_left_out_shows_in_the_work(file: Path, capsys: pytest.CaptureFi
 
 
 def shares(text: str, line: str) -> tuple[int, int]:
-    """The percentages of operations and bytes that are left."""
+    """The remaining percentages of FLOPs and bytes."""
     (found,) = [each for each in text.splitlines() if each.startswith(line)]
     flops, moved = found.rpartition("(")[2].rstrip(")").split(" and ")
     return int(flops.rstrip("%")), int(moved.rstrip("%"))
@@ -126,7 +126,7 @@ def test_a_folder_shows_the_graph_without_padding(tmp_path: Path, capsys: pytest
     assert "BertForMaskedLM, without padding" in text
 
 
-def test_fused_regions_are_listed_with_what_stays_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fused_regions_are_listed_with_the_nodes_outside_them(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forward, backward = explained(capsys, f"{file}:summed").split("fused regions (forward)")[1].split("(backward)")
     assert re.search(r"region +QuickGelu \+ Add.* over \[s\d+, 64\]: by kernels=fused and fused-all\n", forward)
     assert re.search(r"refused +ReduceSum: no adjacent node has the same iteration shape", forward)
@@ -135,6 +135,6 @@ def test_fused_regions_are_listed_with_what_stays_out(file: Path, capsys: pytest
     assert text.count("its image tensors are channels_last, and a region's kernel takes contiguous tensors only") == 2
 
 
-def test_why_there_is_no_graph_is_the_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_why_there_is_no_graph_is_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", f"{file}:asks"]) == cli.FAILED
     assert "models_to_explain.py" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""verify(model, batch): right models are right, and a wrong operator is found by name."""
+"""verify(model, batch): correct models pass, and a wrong operator is named."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_tuple_and_a_tensor_are_batches_too() -> None:
     assert onnxtrain.verify(nn.Bilinear(4, 3, 2), (torch.randn(3, 4), torch.randn(3, 3))).is_right
 
 
-def test_the_operator_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_operator_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tanh = OPS["", "Tanh"]
     wrong = tuple(
         dataclasses.replace(k, lower=lambda n, x: Call(wrong_tanh, x), in_place_input=None) for k in tanh.kernels
@@ -77,7 +77,7 @@ def test_the_operator_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, caps
     assert "first difference: ai.onnx::Tanh" in capsys.readouterr().out
 
 
-def test_a_gradient_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     grad = OPS["com.microsoft", "TanhGrad"]
     wrong = tuple(
         dataclasses.replace(k, lower=lambda n, dy, y: Call(wrong_gradient, dy, y), in_place_input=None)
@@ -91,7 +91,7 @@ def test_a_gradient_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert verdict.first.op == "com.microsoft::TanhGrad"
 
 
-def test_what_is_no_graph_says_so() -> None:
+def test_a_module_that_cannot_be_captured_is_an_error() -> None:
     class Decides(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2 if x.sum().item() > 0 else x

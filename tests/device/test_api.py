@@ -1,4 +1,4 @@
-"""The training API: the predecessor's semantics, and right behaviour where it had faults."""
+"""The training API: the semantics of onnxruntime-training, with its bugs fixed."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def training(folder: Path) -> Training:
 # Without PyTorch.
 
 
-def test_it_runs_where_only_onnxruntime_and_numpy_are(folder: Path) -> None:
+def test_it_requires_only_onnxruntime_and_numpy(folder: Path) -> None:
     script = f"""
 import sys
 blocked = ["torch", "onnx", "onnx_ir", "ml_dtypes", "safetensors", "sympy"]
@@ -115,7 +115,7 @@ def test_a_reset_waits_for_the_next_call(training: Training) -> None:
     np.testing.assert_array_equal(parameter.grad, once)
 
 
-def test_the_first_call_does_not_read_what_the_memory_held(training: Training) -> None:
+def test_the_first_call_does_not_read_uninitialized_memory(training: Training) -> None:
     training.state.parameters["weight"].grad[...] = np.nan
     training.module(*batch(1))
     assert np.isfinite(training.state.parameters["weight"].grad).all()
@@ -152,7 +152,7 @@ def test_eval_changes_nothing(training: Training) -> None:
 
 
 def test_a_step_copies_no_parameter(training: Training) -> None:
-    """Memory is where it was, and an array taken before sees all later steps."""
+    """The memory stays the same, and an array taken before sees all later steps."""
     arrays = {name: parameter.data for name, parameter in training.state.parameters}
     grads = {name: training.state.parameters[name].grad for name in TRAINABLE}
     old = {name: array.copy() for name, array in arrays.items()}
@@ -180,7 +180,7 @@ def test_arrays_give_arrays_and_ortvalues_give_ortvalues(training: Training) -> 
     assert isinstance(training.module(x, OrtValue.ortvalue_from_numpy(target)), np.ndarray)
 
 
-def test_inputs_may_lie_anywhere_in_memory(training: Training) -> None:
+def test_inputs_may_have_any_strides_and_alignment(training: Training) -> None:
     x, target = batch(1, size=6)
     expected = training.module(x, target)
     strided = np.repeat(x, 2, axis=0)[::2]
@@ -281,7 +281,7 @@ def test_the_buffer_is_a_copy_in_the_graphs_order(training: Training) -> None:
     np.testing.assert_array_equal(training.data()["weight"], data["weight"])
 
 
-def test_a_buffer_goes_back(training: Training) -> None:
+def test_a_buffer_can_be_copied_back(training: Training) -> None:
     flat = np.arange(22, dtype=np.float32)
     training.module.copy_buffer_to_parameters(OrtValue.ortvalue_from_numpy(flat), trainable_only=False)
     np.testing.assert_array_equal(training.module.get_contiguous_parameters().numpy(), flat)
@@ -372,7 +372,7 @@ def test_the_scheduler_takes_its_counts_in_the_order_of_their_names(training: Tr
 @pytest.mark.parametrize(
     ("warmup", "total", "expected"), [(0, 4, [1, 0.75, 0.5, 0.25, 0, 0]), (2, 2, [0, 0.5, 0, 0]), (0, 0, [0, 0])]
 )
-def test_the_schedulers_edges(warmup: int, total: int, expected: list[float], training: Training) -> None:
+def test_edge_cases_of_the_scheduler(warmup: int, total: int, expected: list[float], training: Training) -> None:
     scheduler = LinearLRScheduler(training.optimizer, warmup, total, 1.0)
     assert rates(training, scheduler, len(expected) - 1) == expected
 
@@ -417,7 +417,7 @@ def test_a_resumed_training_equals_the_uninterrupted_one(draws: bool, mid_accumu
     assert resumed.optimizer.get_learning_rate() == 0.01
 
 
-def test_without_optimizer_state_the_moments_start_anew(folder: Path, training: Training) -> None:
+def test_without_optimizer_state_the_moments_start_at_zero(folder: Path, training: Training) -> None:
     training.optimizer.set_learning_rate(0.01)
     for seed in range(3):
         training.step(seed)
@@ -429,7 +429,7 @@ def test_without_optimizer_state_the_moments_start_anew(folder: Path, training: 
     assert training.step(4) != resumed.step(4)
 
 
-def test_each_call_draws_other_numbers_and_the_seed_repeats_them(tmp_path: Path) -> None:
+def test_each_call_samples_other_values_and_the_seed_reproduces_them(tmp_path: Path) -> None:
     training = Training(write_artifacts(tmp_path, draws=True))
 
     def drawn(count: int) -> list[bytes]:
@@ -469,10 +469,10 @@ def test_an_exported_model_runs_on_its_own(folder: Path, training: Training) -> 
     assert b"onnxtrain" not in exported
 
 
-def test_constants_and_large_parameters_lie_beside_the_exported_model(
+def test_constants_and_large_parameters_are_external_data_of_the_exported_model(
     folder: Path, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a model is over 2 GB; and what the eval graph keeps in a file of its own comes along."""
+    """As in a model of over 2 GB; external data of the eval graph is exported too."""
     model = onnx.load(folder / "eval_model.onnx")
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "ones"))
     for node in model.graph.node:
@@ -494,7 +494,7 @@ def test_constants_and_large_parameters_lie_beside_the_exported_model(
     assert len(list(target.parent.iterdir())) == 2
 
 
-def test_what_cannot_be_exported_is_refused(folder: Path, training: Training) -> None:
+def test_invalid_exports_are_refused(folder: Path, training: Training) -> None:
     with pytest.raises(TrainingError, match=r"(?s)no such values.*h, loss.*nope"):
         training.module.export_model_for_inferencing(folder / "exported.onnx", ["y", "nope"])
     with pytest.raises(TrainingError, match="needs at least one output"):
@@ -508,7 +508,7 @@ def test_what_cannot_be_exported_is_refused(folder: Path, training: Training) ->
 # Errors.
 
 
-def test_a_call_in_eval_mode_without_an_eval_graph_says_so(folder: Path) -> None:
+def test_a_call_in_eval_mode_without_an_eval_graph_is_an_error(folder: Path) -> None:
     """The predecessor's process died of it."""
     module = Module(folder / "training_model.onnx", CheckpointState.load_checkpoint(folder / "checkpoint")).eval()
     for use in (lambda: module(*batch(1)), module.input_names):
@@ -541,7 +541,7 @@ def test_wrong_inputs_are_named(case: str, training: Training) -> None:
     assert training.step(1) == Training(training.module._train.path.parent).step(1)
 
 
-def test_a_list_is_no_array(training: Training) -> None:
+def test_a_list_is_not_accepted_as_an_array(training: Training) -> None:
     with pytest.raises(TypeError, match="'x' must be a numpy array"):
         training.module(X.tolist(), TARGET)
 
@@ -657,13 +657,13 @@ def test_errors_are_those_that_the_predecessors_users_catch() -> None:
     assert issubclass(TrainingError, OnnxTrainError)
 
 
-def test_values_go_to_onnxruntime_and_back(training: Training) -> None:
+def test_values_are_converted_to_onnxruntime_and_back(training: Training) -> None:
     value = training.module(OrtValue.ortvalue_from_numpy(X), OrtValue.ortvalue_from_numpy(TARGET))
     assert to_numpy(value) == value.numpy()
 
 
-def test_after_a_failed_step_the_gradients_start_anew(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some may have been added and others not."""
+def test_after_a_failed_step_the_gradients_are_reset(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some gradients may have been added and others not."""
     training.module(*batch(1))
     once = training.state.parameters["weight"].grad.copy()
     graph = training.module._train

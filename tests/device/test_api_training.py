@@ -109,7 +109,7 @@ def test_digits_are_learned_saved_exported_and_read(folder: Path, data: tuple[np
 def test_the_trained_parameters_load_into_the_module(
     folder: Path, data: tuple[np.ndarray, ...], tmp_path: Path
 ) -> None:
-    """Names, running statistics and dropout mean the same in PyTorch."""
+    """Names, running statistics and dropout have the same meaning in PyTorch."""
     from safetensors.torch import load_file
 
     run = Run(folder, folder / "checkpoint", data)
@@ -219,7 +219,7 @@ class Predecessor:
         return losses
 
 
-def test_a_training_of_the_predecessor_goes_on(tmp_path: Path) -> None:
+def test_a_training_of_onnxruntime_training_is_resumed(tmp_path: Path) -> None:
     """With our graphs, from its first, its half-way and its nominal checkpoint, to the losses that it had itself."""
     old = Predecessor(tmp_path)
     _, module, optimizer = old.load(predecessor_files.INITIAL)

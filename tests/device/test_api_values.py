@@ -1,4 +1,4 @@
-"""Texts and half precision through the training API, and the memory that it takes."""
+"""Strings and half precision in the training API, and its memory."""
 
 import subprocess
 import sys
@@ -64,7 +64,7 @@ def texts(folder: Path) -> None:
     checkpoint.save(content, folder / "checkpoint")
 
 
-def test_texts_go_in_and_come_out(tmp_path: Path) -> None:
+def test_strings_as_inputs_and_outputs(tmp_path: Path) -> None:
     texts(tmp_path)
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     module = Module(tmp_path / "training_model.onnx", state)
@@ -118,7 +118,7 @@ def halves(folder: Path, dtype: np.dtype, kind: int) -> None:
     [(np.dtype(np.float16), TensorProto.FLOAT16), (np.dtype(ml_dtypes.bfloat16), TensorProto.BFLOAT16)],
     ids=str,
 )
-def test_half_precision_goes_in_and_comes_out(dtype: np.dtype, kind: int, tmp_path: Path) -> None:
+def test_half_precision_inputs_and_outputs(dtype: np.dtype, kind: int, tmp_path: Path) -> None:
     halves(tmp_path, dtype, kind)
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     module = Module(tmp_path / "training_model.onnx", state)
@@ -151,8 +151,8 @@ HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_every_half_comes_back_bit_for_bit(dtype: np.dtype) -> None:
-    """All 65536 of them: NaNs of each payload, infinities, subnormals and −0.0 too."""
+def test_every_half_precision_value_is_preserved(dtype: np.dtype) -> None:
+    """All 65536 values, including every NaN payload, infinities, subnormals and −0.0."""
     values = np.arange(2**16, dtype=np.uint16).view(dtype)
     for value in (to_ort(values), copied_to_ort(values)):
         assert value.data_type() == f"tensor({dtype.name})"
@@ -175,7 +175,7 @@ def test_rounding_to_half_is_to_the_nearest_even(dtype: np.dtype) -> None:
     np.testing.assert_array_equal(above.astype(dtype)[exact], finite[1:][exact])
 
 
-def test_a_value_of_its_own_memory_outlives_its_source() -> None:
+def test_a_value_with_its_own_memory_outlives_its_source() -> None:
     array = copied_to_ort(np.arange(10**6, dtype=np.float32)).numpy()
     noise = [np.full(10**6, -1, np.float32) for _ in range(5)]
     np.testing.assert_array_equal(array, np.arange(10**6))

@@ -1,4 +1,4 @@
-"""onnxblock: training graphs built by hand; and the proof that updates may be bound in place."""
+"""onnxblock: training graphs built from blocks; and the proof that updates may be bound in place."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class OnlyLoss(onnxblock.TrainingBlock):
         return self.loss(name)
 
 
-def test_the_predecessors_way_to_build_all(tmp_path: Path) -> None:
+def test_building_all_graphs_as_with_onnxruntime_training(tmp_path: Path) -> None:
     """base, TrainingBlock, parameters, to_model_proto, empty_base, an optimizer, save_checkpoint."""
     model = by_hand(
         [node("MatMul", ["x", "w"], ["h"]), node("Add", ["h", "b"], ["y"])],
@@ -247,7 +247,7 @@ def test_label_encoder_and_sequences() -> None:
         onnxblock.blocks.LabelEncoder(keys_strings=["a"], values_int64s=[4, 5])
 
 
-def test_blocks_say_what_is_wrong(tmp_path: Path) -> None:
+def test_errors_of_blocks(tmp_path: Path) -> None:
     model = by_hand([node("MatMul", ["x", "w"], ["y"])], {"w": weight(3, 4)}, ["n", 3])
     with pytest.raises(RuntimeError, match="without a model to extend"):
         onnxblock.blocks.Neg()("y")
@@ -300,7 +300,7 @@ AXIS = {"axes": np.array([0])}
 
 
 def scan(reads: tuple[str, str], **directions: list[int]) -> onnx.NodeProto:
-    """p.out and dx, an element at a time, from two inputs."""
+    """Compute p.out and dx from two inputs, one element at a time."""
     body = helper.make_graph(
         [node("Sub", ["a", "b"], ["a.out"]), node("Mul", ["b", "b"], ["d"])],
         "body",
@@ -368,7 +368,7 @@ def test_a_safe_update_is_accepted() -> None:
     )
 
 
-def test_other_faults_of_updates_are_refused() -> None:
+def test_other_invalid_updates_are_refused() -> None:
     model = graph_of([node("Sub", ["p", "g"], ["a"]), node("Neg", ["g"], ["b"])], ["a", "b"])
     with pytest.raises(ArtifactError, match="bound to one input"):
         verify_updates(model, {"a": "p", "b": "p"})
@@ -377,7 +377,7 @@ def test_other_faults_of_updates_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_bound_in_place_equal_outputs_in_memory_of_their_own(name: str, tmp_path: Path) -> None:
+def test_outputs_bound_in_place_equal_outputs_in_separate_memory(name: str, tmp_path: Path) -> None:
     """All of training graph and optimizer graph: the proof holds on onnxruntime, with its optimizations on."""
     data = batches(name, 3)
     options: dict[str, Any] = {"loss": onnxblock.loss.CrossEntropyLoss(), "optimizer": onnxblock.optim.AdamW()}
@@ -412,7 +412,7 @@ def _run(run: ort.InferenceSession, feeds: dict[str, np.ndarray], updates: dict[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_portable_graphs_hold_the_portable_profile_only(name: str, tmp_path: Path) -> None:
+def test_portable_graphs_have_portable_ops_only(name: str, tmp_path: Path) -> None:
     data = batches(name, 1)
     optimizer = onnxblock.optim.AdamW(clip_grad=onnxblock.optim.ClipGradNorm(1.0))
     options: dict[str, Any] = {"loss": onnxblock.loss.CrossEntropyLoss(), "optimizer": optimizer, "portable": True}
@@ -455,8 +455,8 @@ def test_names_that_onnxruntime_knows_are_listed() -> None:
     assert known & ours <= KNOWN_TO_ONNXRUNTIME
 
 
-def test_the_gelu_of_onnxruntime_is_written_out(tmp_path: Path) -> None:
-    """com.microsoft::FastGelu: our body is exact where onnxruntime's kernel approximates otherwise."""
+def test_the_gelu_of_onnxruntime_is_inlined(tmp_path: Path) -> None:
+    """com.microsoft::FastGelu: onnxruntime's kernel uses another approximation than our body."""
     model = by_hand(
         [node("MatMul", ["x", "w"], ["h"]), node("FastGelu", ["h"], ["y"], domain=MICROSOFT)],
         {"w": weight(3, 4)},
@@ -472,7 +472,7 @@ def test_the_gelu_of_onnxruntime_is_written_out(tmp_path: Path) -> None:
 
 
 def test_custom_ops_of_a_library(tmp_path: Path) -> None:
-    """NegPos of onnxruntime-extensions in front of the trained weight; onnxruntime alone knows its types."""
+    """NegPos of onnxruntime-extensions before the trained weight; only onnxruntime can infer its types."""
     extensions = pytest.importorskip("onnxruntime_extensions")
     library = Path(extensions.get_library_path())
     model = by_hand(

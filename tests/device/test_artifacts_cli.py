@@ -26,7 +26,9 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_trains_what_patterns_name(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trains_the_parameters_that_match_the_patterns(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     given = [
         "--loss",
@@ -51,7 +53,7 @@ def test_trains_what_patterns_name(model: Path, tmp_path: Path, capsys: pytest.C
     assert float(run.step(x, labels)[0]) < before
 
 
-def test_what_is_frozen_is_not_trained_by_default(model: Path, tmp_path: Path) -> None:
+def test_frozen_parameters_are_not_trained_by_default(model: Path, tmp_path: Path) -> None:
     assert cli.main(["artifacts", str(model), "--freeze", "body.*", "-o", str(tmp_path / "out")]) == 0
     facts = Stock(tmp_path / "out").facts
     assert (facts["trainable"], facts["frozen"]) == (["fc.w", "fc.b"], ["body.w"])
@@ -75,7 +77,7 @@ def test_trains_all_by_default(model: Path, tmp_path: Path) -> None:
         (["-o", __file__], cli.FAILED, "folder for the artifacts cannot be created"),
     ],
 )
-def test_says_what_is_wrong(
+def test_invalid_arguments_are_named(
     model: Path, given: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["artifacts", str(model), *given]) == code
@@ -83,7 +85,7 @@ def test_says_what_is_wrong(
 
 
 @pytest.mark.parametrize("content", [b"no model", b""])
-def test_a_file_that_is_no_model(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_model(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "some.onnx"
     path.write_bytes(content)
     assert cli.main(["artifacts", str(path)]) == cli.FAILED

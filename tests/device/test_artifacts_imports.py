@@ -1,4 +1,4 @@
-"""Models of other exporters and by hand: what they hold becomes a training graph, or is refused with what and why."""
+"""Models of other exporters and handwritten ones become training graphs, or are refused with a reason."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_local_functions_are_inlined(tmp_path: Path) -> None:
 
 
 def unknown_op(trained_before: bool) -> onnx.ModelProto:
-    """ai.onnx.ml's Scaler, which has no definition, before or behind the trained weight."""
+    """A model with ai.onnx.ml's Scaler, which has no definition, before or after the trained weight."""
     scaler = node("Scaler", ["h" if trained_before else "x"], ["s"], domain="ai.onnx.ml", offset=[1.0], scale=[2.0])
     nodes = (
         [node("MatMul", ["x", "w"], ["h"]), scaler, node("Relu", ["s"], ["y"])]
@@ -245,7 +245,7 @@ def unknown_op(trained_before: bool) -> onnx.ModelProto:
     return model
 
 
-def test_an_unknown_op_in_front_of_what_is_trained_stays(tmp_path: Path) -> None:
+def test_an_unknown_op_before_the_trained_weight_is_kept(tmp_path: Path) -> None:
     model = unknown_op(trained_before=False)
     x, target = weight(3, 4), weight(3, 2)
     _, found = gradients(model, ["w"], [x, target], tmp_path)
@@ -300,7 +300,7 @@ def test_refusals(arguments: dict[str, Any], error: type[Exception], says: str, 
     assert not (tmp_path / "out").exists(), "nothing is written"
 
 
-def test_a_loss_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_scalar_is_refused(tmp_path: Path) -> None:
     model = by_hand([node("MatMul", ["x", "w"], ["h"]), node("ArgMax", ["h"], ["y"])], {"w": weight(4, 2)}, [3, 4])
     with pytest.raises(ArtifactError, match="must have a floating-point dtype"):
         generate_artifacts(model, requires_grad=["w"], artifact_directory=tmp_path)
@@ -313,7 +313,7 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path: Path) -> None:
         (unknown_op(trained_before=False), "Scaler"),
     ],
 )
-def test_what_is_not_portable_is_refused(model: onnx.ModelProto, says: str, tmp_path: Path) -> None:
+def test_ops_that_are_not_portable_are_refused(model: onnx.ModelProto, says: str, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=rf"is not portable[^\n]*{says}|{says}[^\n]* is not portable") as caught:
         generate_artifacts(
             model, requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path, portable=True
@@ -322,7 +322,7 @@ def test_what_is_not_portable_is_refused(model: onnx.ModelProto, says: str, tmp_
     generate_artifacts(model, requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path)
 
 
-def test_an_operator_of_pytorch_without_onnx_form_is_refused(tmp_path: Path) -> None:
+def test_a_pytorch_operator_without_an_onnx_form_is_refused(tmp_path: Path) -> None:
     class Special(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -341,7 +341,7 @@ def test_an_operator_of_pytorch_without_onnx_form_is_refused(tmp_path: Path) -> 
 
 
 class ReturnsLoss(torch.nn.Module):
-    """As models of transformers: given labels, the loss first."""
+    """Returns the loss first if it gets labels, as models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ def test_half_precision_parameters_are_updated_in_float32(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("portable", [False, True])
-def test_dropout_follows_from_its_seed(portable: bool, tmp_path: Path) -> None:
+def test_the_seed_determines_dropout(portable: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Transformer(dropout=0.3).train()
     ids, labels = torch.randint(0, 50, (8, 12)), torch.randint(0, 10, (8,))
@@ -460,7 +460,7 @@ def test_dropout_keeps_the_mean_and_its_gradient_has_the_mask(tmp_path: Path) ->
 # Outputs, nominal checkpoints, prefix, frozen parameters
 
 
-def test_files_and_what_they_say(tmp_path: Path) -> None:
+def test_files_and_their_metadata(tmp_path: Path) -> None:
     nodes = [node("MatMul", ["x", "w"], ["h"]), node("Mul", ["h", "v"], ["y"]), node("Add", ["y", "c"], ["z"])]
     weights = {"w": weight(4, 2), "v": weight(2), "c": weight(2)}
     model = by_hand(nodes, weights, ["n", 4])
@@ -509,8 +509,8 @@ def test_a_model_whose_first_output_is_its_loss(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["w"], 2 * x.T @ (x @ w), rtol=1e-4, atol=1e-5)
 
 
-def test_tensors_in_files_beside_the_model(tmp_path: Path) -> None:
-    """As models of more than 2 GB have them; what is not trained goes into the graphs' own files."""
+def test_tensors_in_external_data(tmp_path: Path) -> None:
+    """Like models of more than 2 GB; tensors that are not trained are written to the graphs' own files."""
     model = by_hand(
         [node("MatMul", ["x", "w"], ["h"]), node("MatMul", ["h", "v"], ["y"])],
         {"w": weight(64, 512), "v": weight(512, 64)},

@@ -1,4 +1,4 @@
-"""Artifacts on stock onnxruntime train as eager PyTorch does, whatever exported the model; all updates in place."""
+"""Artifacts on stock onnxruntime match eager PyTorch for models of all exporters; all updates are in place."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_blocks_model_is_whole(name: str, tmp_path: Path) -> None:
+def test_a_blocks_model_is_complete(name: str, tmp_path: Path) -> None:
     reference, target = LOSSES[name]
     large = by_hand([node("MatMul", ["x", "w"], ["y"])], {"w": np.tile(W, (1, 400))[:, :2] + 0}, ["n", 4])
     with onnxblock.base(large):
@@ -79,7 +79,7 @@ def test_large_weights_are_in_a_blocks_model(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, np.log(4096), rtol=1e-5)
 
 
-def test_an_optimizer_takes_what_parameters_gives() -> None:
+def test_an_optimizer_accepts_the_result_of_parameters() -> None:
     block = Training(onnxblock.loss.MSELoss())
     block.requires_grad("w")
     with pytest.raises(RuntimeError, match="not called yet"):
@@ -146,7 +146,7 @@ def _plural(states: tuple[str, ...]) -> list[str]:
     return [f"{state}s" for state in states]
 
 
-def test_parameters_of_several_dtypes_are_no_sequence() -> None:
+def test_parameters_of_several_dtypes_are_refused_as_a_sequence() -> None:
     parameters = [
         numpy_helper.from_array(np.ones(2, dtype), np.dtype(dtype).name) for dtype in (np.float32, np.float64)
     ]
@@ -228,7 +228,7 @@ def test_versions_of_other_domains_are_kept() -> None:
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
-def test_bfloat16_is_verified_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bfloat16_is_verified_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     value = numpy_helper.from_array(W.astype(ml_dtypes.bfloat16), "w")
     infos = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [3, n]) for name, n in (("x", 4), ("y", 2))]
     graph = helper.make_graph([node("MatMul", ["x", "w"], ["y"])], "g", infos[:1], infos[1:], [value])

@@ -1,4 +1,4 @@
-"""MaxPool in artifacts: its gradient without indices is PyTorch's, and what a graph holds of it."""
+"""MaxPool in artifacts: its gradient without indices matches PyTorch's; the ops in the graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POOLS = {
 
 
 class Weighted(nn.Module):
-    """The loss is a weighted sum of pooled products, so that each place of dx has a value of its own."""
+    """The loss is a weighted sum of pooled values, so that each element of dx has a different value."""
 
     def __init__(self, pool: nn.Module, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def operators(path: Path) -> set[str]:
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("name", list(POOLS))
 def test_the_gradient_is_that_of_torch(name: str, portable: bool, tmp_path: Path) -> None:
-    """With ties, of which the first place gets the gradient; places that no window reaches get none."""
+    """With ties, whose first element gets the gradient; elements outside all windows get none."""
     torch.manual_seed(0)
     pool = POOLS[name]
     shape = (2, 7, 8, 7)[: 4 if name == "three axes" else 2 if name == "one axis" else 3]
@@ -74,8 +74,8 @@ def test_an_evaluation_computes_no_indices(tmp_path: Path) -> None:
     assert len(pool.output) == 1
 
 
-def test_weights_of_small_windows_are_products_in_their_function(tmp_path: Path) -> None:
-    """The function of ConvGrad is written by the sizes of the weight."""
+def test_weight_gradients_of_small_kernels_are_matmuls_in_their_function(tmp_path: Path) -> None:
+    """The function of ConvGrad depends on the sizes of the weight."""
     module = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 5), nn.Flatten(0))
     generate_artifacts(
         nn.Sequential(module, nn.Unflatten(0, (-1, 1)), nn.AdaptiveAvgPool1d(1), nn.Flatten(0)),

@@ -1,4 +1,4 @@
-"""Graphs as onnxruntime-training 1.19.2 wrote them, with its names of ops and values, are trained as they are."""
+"""Graphs with the ops and names of onnxruntime-training 1.19.2 can be trained without conversion."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def optimizer_graph(nodes: str) -> str:
 
 
 def save(text: str, path: Path) -> None:
-    """Write the graph, with a dot for each `__` in its names: the parser takes no dots."""
+    """Write the graph, with a dot for each `__` in its names, because the parser does not accept dots."""
     model = onnx.parser.parse_model(text)
     for node in model.graph.node:
         node.input[:] = [name.replace("__", ".") for name in node.input]
@@ -109,7 +109,7 @@ def test_old_artifacts_train_to_the_losses_of_1_19(folder: Path, old: Predecesso
     assert np.square(y - old.batch[1]).mean() == pytest.approx(evaluated, rel=1e-6)
 
 
-def test_old_artifacts_go_on_from_a_checkpoint(folder: Path, old: Predecessor) -> None:
+def test_old_artifacts_resume_from_a_checkpoint(folder: Path, old: Predecessor) -> None:
     _, module, optimizer = loaded(folder, "after")
     assert old.steps(module, optimizer, 2) == pytest.approx(old.losses[3:], rel=1e-6)
 

@@ -165,7 +165,7 @@ def initializers(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("learn_scales", "reached"), [(False, 0.9), (True, 0.93)])
-def test_training_brings_accuracy_back(trained: Path, tmp_path: Path, learn_scales: bool, reached: float) -> None:
+def test_training_restores_accuracy(trained: Path, tmp_path: Path, learn_scales: bool, reached: float) -> None:
     """From 43 % with weights of 4 bits and one scale for all channels to 95 % and 96 %, where float32 has 97 %.
 
     Rounding decides on the weights that training reaches. With other seeds: from 19 to 49 % to 92 to 95 % and 94 to
@@ -192,7 +192,7 @@ def dequantized(name: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """What the levels of a value mean."""
+    """The scale and zero point of a value."""
 
     levels: str
     scale: torch.Tensor
@@ -293,7 +293,7 @@ def assert_same_levels(training: Training, model: onnx.ModelProto, weight_type: 
 
 
 def saturates(weight_type: str, options: dict[str, Any]) -> bool:
-    """Whether onnxruntime's own products of such integers are wrong on this processor, whoever made the model."""
+    """Whether onnxruntime's own matmuls of such integers are wrong on this processor, for any model."""
     narrow = options.get("activation_type") != QuantType.QUInt16 and "extra_options" not in options
     return weight_type == "QInt8" and narrow and integer_products_saturate()
 
@@ -326,7 +326,7 @@ def test_integers_compute_what_was_trained(
     assert_same_levels(training, found, weight_type, options)
 
 
-def test_weights_come_back_as_integers(trained: Path, tmp_path: Path) -> None:
+def test_weights_are_converted_back_to_integers(trained: Path, tmp_path: Path) -> None:
     model = quantized(trained, tmp_path, extra_options={"AddQDQPairToWeight": True})
     training = Training(model, tmp_path, learn_scales=False)
     assert {"0.weight", "3.weight", "6.weight"} <= set(training.prepared.parameters)
@@ -622,7 +622,9 @@ def test_refuses_the_state_of_another_model(trained: Path, tmp_path: Path) -> No
 # The commands
 
 
-def test_the_commands_go_there_and_back(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_quantize_train_and_convert_back(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One scale for channels of very different sizes makes a bad model of 4 bits; training repairs it."""
     small = quantized(trained, tmp_path, "QInt4")
     assert accuracy(logits(small)) < 0.7

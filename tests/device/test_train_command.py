@@ -57,7 +57,7 @@ def test_takes_images_for_a_convolution(tmp_path: Path) -> None:
     assert accuracy(tmp_path, (1, 8, 8)) >= 0.9
 
 
-def test_resumes_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path, mlp(64, 16, 10), torch.zeros(2, 64))
     given = ["train", str(tmp_path), "--data", "digits", "--epochs", "1"]
     for more in ([], ["--resume"]):
@@ -103,7 +103,7 @@ def test_reads_an_npz_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--data", "digits", "--resume"], cli.FAILED, "trained_checkpoint does not exist"),
     ],
 )
-def test_says_what_is_wrong(
+def test_invalid_arguments_are_named(
     given: list[str], code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path, mlp(12, 8, 10), torch.zeros(2, 12))
@@ -158,7 +158,7 @@ def test_images_do_not_fit_a_text_model(words: int, tmp_path: Path, capsys: pyte
     assert "to do: give an .npz file" in " ".join(capsys.readouterr().err.split())
 
 
-def test_stops_where_the_loss_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stops_if_the_loss_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path, mlp(64, 16, 10), torch.zeros(2, 64))
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     state.parameters["0.bias"].data[:] = np.nan

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(1800)  # a software GPU is slow; the scripts gi
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skips where Node.js or its packages are missing, and says how to get them."""
+    """Skip if Node.js or its packages are missing; the reason says how to install them."""
     if shutil.which("node") is None:
         return pytest.mark.skip("needs Node.js 20")
     missing = [package for package in packages if not (NODE_MODULES / package).is_dir()]
@@ -119,7 +119,7 @@ def test_memory_in_node_stays_flat_over_a_thousand_steps(artifacts: Path) -> Non
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of the folder, served as the command serves it."""
+    """Serve the folder as the command does; yield its address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -191,7 +191,7 @@ def test_the_browser_trains_as_python_does(network: type[nn.Module], backend: st
     ("backend", "steps"), [("wasm", 60), pytest.param("webgpu", 30, marks=pytest.mark.slow)], ids=["wasm", "webgpu"]
 )
 def test_the_page_learns_what_is_drawn(backend: str, steps: int, page: str, tmp_path: Path) -> None:
-    """Seven digits, one of them by keyboard, and two triangles that it shall read as fives."""
+    """Draw seven digits, one of them by keyboard, and two triangles that the model shall read as fives."""
     model = tmp_path / "my-digits.onnx"
     arguments = ("--backend", backend, "--steps", steps, "--out", model, "--chromium", CHROMIUM)
     seen = node("drive.js", page, *arguments)

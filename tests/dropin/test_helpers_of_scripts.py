@@ -1,4 +1,4 @@
-"""Nested data taken apart and put together, tables, types, ranges."""
+"""Flattening and unflattening of nested data, tables, dtypes, NVTX ranges."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_round_trip(data: Any, tensors: list[torch.Tensor]) -> None:
     assert repr(again) == repr(data)
 
 
-def test_the_data_stays_as_it_is() -> None:
+def test_the_data_is_not_modified() -> None:
     output = BaseModelOutput(last_hidden_state=A)
     extract_data_and_schema(output)
     assert output.last_hidden_state is A
@@ -61,7 +61,7 @@ def test_numbers_as_tensors(value: float, dtype: torch.dtype) -> None:
     assert [t.tolist() for t in again] == [9, B.tolist()]
 
 
-def test_schemas_tell_what_makes_another_graph() -> None:
+def test_schemas_differ_if_the_graphs_would() -> None:
     def schema(data: Any) -> Any:
         return extract_data_and_schema(data, constant_as_tensor=True)[1]
 

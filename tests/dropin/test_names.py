@@ -15,12 +15,12 @@ def test_the_page_has_the_table() -> None:
 
 
 @pytest.mark.parametrize("path", names.CALLS)
-def test_what_works_is_called(path: str) -> None:
+def test_names_that_work_can_be_called(path: str) -> None:
     assert path in names.paths()
     names.CALLS[path](found(path))
 
 
-def test_what_is_gone_says_what_to_do_instead() -> None:
+def test_removed_names_give_the_alternative() -> None:
     with pytest.raises(NotImplementedError, match=r"torch\.library\.triton_op"):
         found("ort_triton.register_triton_kernel")(len)
     with pytest.raises(RuntimeError, match="DeepSpeed"):

@@ -1,4 +1,4 @@
-"""Scripts after the guide of ONNX Runtime Training run without a change."""
+"""Scripts from the guide of ONNX Runtime Training run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the predecessor's modules take effect where scripts assign them, or say by name that they have none."""
+"""Assigned settings of ONNX Runtime Training's modules take effect, or raise a warning that they have none."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_an_opset_that_cannot_express_the_graph_stops_no_step(
     assert "in opset 17 instead of 15" in caplog.text
 
 
-def test_what_only_informs_says_so(ortmodule: Any) -> None:
+def test_settings_without_effect_raise_a_warning(ortmodule: Any) -> None:
     with pytest.warns(UserWarning, match=r"ORTMODULE_IS_DETERMINISTIC = True has no effect: .*deterministic_alg"):
         ortmodule.ORTMODULE_IS_DETERMINISTIC = True
     with pytest.warns(UserWarning, match="ORTMODULE_TORCH_CPP_DIR has no effect"):
@@ -79,7 +79,7 @@ def test_what_only_informs_says_so(ortmodule: Any) -> None:
         ortmodule.ORTMODULE_IS_DETERMINISTIC = False
 
 
-def test_a_seed_governs_dropout() -> None:
+def test_the_seed_determines_dropout() -> None:
     training = importlib.import_module(TRAINING)
     module, x = training.ORTModule(torch.nn.Dropout(0.5)), torch.ones(64)
     found = []

@@ -1,4 +1,4 @@
-"""The names, signatures and defaults that scripts of ONNX Runtime Training use, each under its old place."""
+"""The names, signatures and defaults that scripts of ONNX Runtime Training use, in their original modules."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ ENUMS = {
 
 
 def found(path: str) -> object:
-    """A name under onnxruntime.training: a module's, or a class's."""
+    """An attribute of a module or class under onnxruntime.training."""
     parts = path.split(".")
     for count in range(len(parts) - 1, -1, -1):
         try:
@@ -268,7 +268,7 @@ def test_the_backends_of_torch_compile(name: str) -> None:
     assert dynamo.captures() == 1
 
 
-def test_what_a_backend_of_torch_compile_cannot_choose_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_backend_settings_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     found("torchdynamo.ort_backend.OrtBackend")("CUDAExecutionProvider", preallocate_output=True)
     assert "OrtBackend(ep='CUDAExecutionProvider') has no effect" in caplog.text
     assert "preallocate_output=True) has no effect" in caplog.text
@@ -294,7 +294,7 @@ def test_a_backend_compares_with_pytorch() -> None:
         dynamo_backend._compare(Wrong()(x), x)
 
 
-def test_options_of_the_former_backend_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_of_the_former_backend_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     import torch
 
     options = {"preferred_execution_providers": ["CPUExecutionProvider"], "use_aot_autograd": True, "rng": "torch"}
@@ -305,7 +305,7 @@ def test_options_of_the_former_backend_are_told(caplog: pytest.LogCaptureFixture
         assert f"The option {name} has no effect" in caplog.text
 
 
-def test_a_traced_graph_becomes_a_model_of_onnx() -> None:
+def test_a_traced_graph_becomes_an_onnx_model() -> None:
     import torch
 
     from onnxtrain.testing import assert_no_worse_than_eager
@@ -339,7 +339,7 @@ def test_onnxruntime_itself_stays_the_stock_package() -> None:
         importlib.import_module(f"{TRAINING}_of_another")
 
 
-def test_a_pickled_module_comes_back() -> None:
+def test_a_pickled_module_can_be_loaded() -> None:
     import torch
 
     model = found("ortmodule.ORTModule")(torch.nn.Linear(2, 1))
@@ -347,13 +347,13 @@ def test_a_pickled_module_comes_back() -> None:
     assert torch.equal(model(torch.ones(1, 2)), again(torch.ones(1, 2)))
 
 
-def test_without_the_import_nothing_is_there() -> None:
+def test_onnxruntime_training_requires_the_import() -> None:
     code = "import onnxtrain, onnxruntime\ntry: import onnxruntime.training\nexcept ModuleNotFoundError: print('none')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "none\n"
 
 
-def test_another_package_of_the_name_is_not_mixed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_onnxruntime_training_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     finder = importlib.import_module("onnxtrain.dropin.finder")
     assert finder._Finder in sys.meta_path
     finder.install()  # a second time changes nothing

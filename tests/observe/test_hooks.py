@@ -1,4 +1,4 @@
-"""Subscribers see every module's tensors, step by step, and the same in PyTorch and in a graph."""
+"""Subscribers see the tensors of every module in every step, the same in PyTorch and in a graph."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def without_digits(text: str) -> str:
-    """Numbers to six digits: kernels of a graph may round otherwise."""
+    """Remove digits beyond the sixth: the kernels of a graph may round differently."""
     words = text.replace("[", " ").replace(",", " ").replace("]", " ").split()
     return " ".join(f"{float(w) + 0.0:.4g}" if w.lstrip("-")[:1].isdigit() and "." in w else w for w in words)
 
@@ -120,7 +120,7 @@ def test_the_gradients_are_those_without_subscribers(tmp_path: Path) -> None:
         assert_no_worse_than_eager("gradient", got.grad, eager.grad, exact.grad)
 
 
-def test_what_a_file_says(tmp_path: Path) -> None:
+def test_the_contents_of_a_file(tmp_path: Path) -> None:
     special = torch.tensor([[float("nan"), float("inf"), -float("inf")], [0.0, -2.0, 4.0]])
     subscriber = StatisticsSubscriber(tmp_path / "s", bucket_size=2)
     manager = SubscriberManager()
@@ -176,7 +176,7 @@ def test_a_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
 
 
 class Doubles(SubscriberBase):
-    """Changes what passes by, at each of the places."""
+    """Changes the tensors in each of the hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Doubles(SubscriberBase):
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_subscriber_may_change_what_passes_by(graph: bool) -> None:
+def test_a_subscriber_may_change_tensors(graph: bool) -> None:
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Identity())
     subscriber, manager = Doubles(), SubscriberManager()
     manager.subscribe(model, [subscriber])

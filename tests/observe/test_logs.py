@@ -1,4 +1,4 @@
-"""The log: levels, ranks, a report of the initialisation; nothing is set up unless it is asked for."""
+"""The log: levels, ranks, the report of the initialization; nothing is set up by default."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ train()
 """
 
 
-def test_a_usual_training_says_nothing_and_at_info_there_is_the_report() -> None:
+def test_training_logs_nothing_by_default_and_the_report_at_info() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "ORTMODULE_LOG_LEVEL"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", BERT], env=environment, capture_output=True, text=True, check=True)
     usual, at_info = done.stderr.split("asks for more\n")
@@ -173,7 +173,7 @@ def test_a_usual_training_says_nothing_and_at_info_there_is_the_report() -> None
 
 
 def emitted(monkeypatch: pytest.MonkeyPatch, handlers: list[logging.Handler], level: int = logging.WARNING) -> None:
-    """Logs one message in a program that has set up these handlers, where a level was asked for."""
+    """Log one message with an explicit level in a program that has set up these handlers."""
     logs.set_up(Options(log_level=LogLevel.DEVINFO))
     monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
     LOG.log(level, "a %s", "message")
@@ -201,14 +201,14 @@ def test_without_the_option_the_log_is_the_programs(monkeypatch: pytest.MonkeyPa
     assert LOG.level == logging.INFO, "the program's own"
 
 
-def test_handlers_that_the_program_sets_up_decide(
+def test_handlers_of_the_program_take_precedence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     emitted(monkeypatch, [logging.StreamHandler(sys.stdout)])
     assert capsys.readouterr() == ("a message\n", "")
 
 
-def test_a_debugger_in_forward_has_its_terminal(tmp_path: Path) -> None:
+def test_a_debugger_in_forward_can_use_the_terminal(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\n"
@@ -235,7 +235,7 @@ def test_a_debugger_in_forward_has_its_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors by /proc")
 @pytest.mark.parametrize("level", [LogLevel.VERBOSE, LogLevel.WARNING])
-def test_no_descriptor_is_lost(level: LogLevel, tmp_path: Path) -> None:
+def test_no_file_descriptor_leaks(level: LogLevel, tmp_path: Path) -> None:
     def held() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 

@@ -1,4 +1,4 @@
-"""Memory phase by phase, in the first ten steps and those of a power of two."""
+"""Memory by phase, in the first ten steps and those whose number is a power of two."""
 
 from __future__ import annotations
 

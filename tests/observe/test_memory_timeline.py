@@ -1,4 +1,4 @@
-"""The memory of a step: predicted, measured, drawn, and the command that shows it."""
+"""The memory of a step: predicted, measured, drawn, and the command that prints it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def timeline(*totals: int) -> MemoryTimeline:
     return MemoryTimeline("a step", "nodes", tuple(Interval(i, i + 1, h, f"node {i}") for i, h in enumerate(held)))
 
 
-def test_what_is_held_and_given_back_is_counted() -> None:
+def test_allocated_and_freed_memory_is_counted() -> None:
     def run() -> torch.Tensor:
         kept = torch.ones(1000)
         (torch.ones(3000) + 1).sum()
@@ -76,7 +76,7 @@ def test_the_profilers_notes_of_itself_are_dropped_and_nothing_else(capfd: pytes
 
 @pytest.mark.parametrize("early", [False, True])
 def test_gradients_are_held_until_a_planned_step_ends(early: bool) -> None:
-    """Those that are released before, by .grad."""
+    """Gradients released earlier are then held by .grad."""
     module = nn.Sequential(*[nn.Linear(100, 100) for _ in range(4)])
     model = ORTModule(module, early_gradients=early)
     model(torch.ones(5, 100)).sum().backward()
@@ -103,7 +103,7 @@ def test_a_measured_step_is_split_into_bands() -> None:
     assert step.activations >= kept
 
 
-def test_a_chart_shows_the_peak_and_says_what_each_stretch_holds() -> None:
+def test_a_chart_shows_the_peak_and_the_memory_of_each_interval() -> None:
     svg = draw(timeline(MIB, 7 * MIB, 2 * MIB))
     root = ET.fromstring(svg)
     texts = [element.text for element in root.iter() if element.tag == "text"]
@@ -123,7 +123,7 @@ def test_a_long_step_is_drawn_with_its_peak() -> None:
     ("count", "text"),
     [(0, "0 B"), (1023, "1,023 B"), (1536, "1.5 KiB"), (100 * MIB, "100 MiB"), (5 * 2**40, "5,120 GiB")],
 )
-def test_bytes_for_people(count: int, text: str) -> None:
+def test_formatted_bytes(count: int, text: str) -> None:
     assert as_bytes(count) == text
 
 

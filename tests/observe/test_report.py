@@ -1,4 +1,4 @@
-"""onnxtrain report: what the page says, and that a browser shows it."""
+"""onnxtrain report: the contents of the page, and its rendering in a browser."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_values_are_those_of_the_model(report: ModelReport) -> None:
 
 
 class Loaded(html.parser.HTMLParser):
-    """What a page would load from elsewhere, and its text."""
+    """Collects the external resources of a page, and its text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Loaded(html.parser.HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_says_all_and_loads_nothing(report: ModelReport) -> None:
+def test_the_page_is_complete_and_loads_nothing(report: ModelReport) -> None:
     page = render(report)
     parser = Loaded()
     parser.feed(page)
@@ -90,7 +90,7 @@ def test_the_page_says_all_and_loads_nothing(report: ModelReport) -> None:
         assert word in text or word in page
 
 
-def test_names_are_text_and_no_markup(report: ModelReport) -> None:
+def test_names_are_escaped(report: ModelReport) -> None:
     object.__setattr__(report, "name", "<script>alert(1)</script>")
     assert "<script>alert(1)" not in render(report)
 
