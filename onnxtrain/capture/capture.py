@@ -179,7 +179,7 @@ class _Wrapper(torch.nn.Module):
             )
         side_effects.check()
         layouts.check()
-        buffers.write()
+        buffers.write(leaves)
         changed = self.structure.changed(args, kwargs, tensors)
         if changed:
             raise ChangedArgumentError(

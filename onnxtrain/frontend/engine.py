@@ -259,7 +259,7 @@ class Engine:
                 for text in densities(self.newest().captured, tensors):
                     LOG.info("%s: %s", type(self._module).__name__, text)
             self._warn_of_strings(structure)
-            self._warn_of_operators(self.newest().captured)
+            self._report_operators(self.newest().captured)
         return entry, [*self._read(entry.state), *tensors]
 
     def _refuse(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -334,14 +334,19 @@ class Engine:
                 "is a new capture. Please consider moving constant arguments to the model constructor."
             )
 
-    def _warn_of_operators(self, captured: Captured) -> None:
-        """Warn once per module and set of operators of those without an ONNX form."""
+    def _report_operators(self, captured: Captured) -> None:
+        """Log the operators without an ONNX form; warn, once per set of them, if the user asked for graph files."""
         names = {node.attributes.get_string("operator") for node in captured.model.graph if node.domain == ATEN}
-        if names:
-            self._warn(
-                f"{type(self._module).__name__} calls operators without an ONNX form: {', '.join(sorted(names))}. They "
-                "run in PyTorch, exactly as in eager; a file of the graph runs in onnxtrain only"
-            )
+        if not names:
+            return
+        text = (
+            f"{type(self._module).__name__} calls operators without an ONNX form: {', '.join(sorted(names))}. They "
+            "run in PyTorch, exactly as in eager; a file of the graph runs in onnxtrain only"
+        )
+        if self._options.save_graphs is None:
+            LOG.info(text)
+        else:
+            self._warn(text)
 
     # Falling back
 

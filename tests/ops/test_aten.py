@@ -4,6 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,3 +323,15 @@ def test_custom_operator_without_a_meta_function_falls_back(library: torch.libra
     ours = ORTModule(Calls(torch.ops.onnxtrain_tests.unknown))
     with pytest.warns(UserWarning, match=r'torch\.library\.register_fake\("onnxtrain_tests::unknown"\)'):
         ours(torch.ones(2, 6))
+
+
+def test_operators_without_a_form_are_logged_and_warn_only_where_graphs_are_saved(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    model = Calls(torch.special.i0)
+    with caplog.at_level(logging.INFO, "onnxtrain"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ORTModule(model)(torch.randn(2, 6))
+    assert "Calls calls operators without an ONNX form: aten::i0" in caplog.text
+    with pytest.warns(UserWarning, match="aten::i0.* a file of the graph runs in onnxtrain only"):
+        ORTModule(model, save_graphs=tmp_path / "model")(torch.randn(2, 6))

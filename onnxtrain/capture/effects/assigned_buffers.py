@@ -7,11 +7,13 @@ torch.export does this for buffers of the module itself, and loses assignments t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from onnxtrain.errors import ChangedParameterError
+from onnxtrain.torch_compat.tensors import storage_id
 
 
 class _Assigned(NamedTuple):
@@ -33,11 +35,15 @@ class AssignedBuffers:
     def __init__(self, module: torch.nn.Module) -> None:
         self._before = [(path, inner, dict(inner._buffers)) for path, inner in module.named_modules()]
 
-    def write(self) -> None:
+    def write(self, results: Iterable[object]) -> None:
         """Copy each assigned tensor into the buffer that it replaced, and put that back.
 
+        Args:
+            results: what forward returns.
+
         Raises:
-            ChangedParameterError: forward adds or removes a buffer, or changes its shape, dtype or requires_grad.
+            ChangedParameterError: forward adds or removes a buffer, changes its shape, dtype or requires_grad, or
+                returns an assigned tensor: in eager PyTorch the caller's writes to the result change the buffer.
         """
         assignments = [
             _Assigned(module._buffers, name, f"{path}.{name}" if path else name, before.get(name), after)
@@ -45,8 +51,15 @@ class AssignedBuffers:
             for name, after in {**dict.fromkeys(before), **module._buffers}.items()
             if after is not before.get(name)
         ]
+        returned = {storage_id(result) for result in results if isinstance(result, torch.Tensor)}
         for assigned in assignments:
             _check(assigned)
+            if assigned.after is not None and storage_id(assigned.after) in returned:
+                raise ChangedParameterError(
+                    "forward assigns a tensor to a buffer and returns it: the result and the buffer share memory",
+                    where=assigned.path,
+                    todo="the module runs in PyTorch; return a clone of the buffer",
+                )
         values = [a.after.clone() for a in assignments if a.after is not None]  # forward may swap two buffers
         for assigned, value in zip(assignments, values, strict=True):
             assert assigned.before is not None

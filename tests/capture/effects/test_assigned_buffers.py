@@ -150,3 +150,34 @@ def test_the_module_runs_in_pytorch_then(forward: Forward) -> None:
     torch.testing.assert_close(module(x), eager(x))
     for mine, theirs in zip(ours.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def returns_the_assigned(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.a = m.a * 0.9
+    return m.a
+
+
+def returns_a_view_of_the_assigned(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.a = m.a * 0.9
+    return m.a[1:]
+
+
+@pytest.mark.parametrize("wrap", [Inner, outer], ids=["itself", "inside"])
+@pytest.mark.parametrize("forward", [returns_the_assigned, returns_a_view_of_the_assigned], ids=lambda f: f.__name__)
+def test_writes_to_a_result_that_is_an_assigned_buffer_change_the_buffer(
+    forward: Forward, wrap: Callable[[Forward], nn.Module]
+) -> None:
+    """As in eager PyTorch, where both are one tensor until the next call assigns another."""
+    eager = wrap(forward)
+    ours = copy.deepcopy(eager)
+    module = ORTModule(ours)
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with pytest.warns(UserWarning, match="the result and the buffer share memory"):
+        module(torch.ones(3, 5))
+    eager(torch.ones(3, 5))
+    for _ in range(3):
+        results.append((module(torch.ones(3, 5)).mul_(2), eager(torch.ones(3, 5)).mul_(2)))
+        for (name, mine), (_, theirs) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
+            torch.testing.assert_close(mine, theirs, msg=name)
+    for mine, theirs in results:
+        torch.testing.assert_close(mine, theirs)
