@@ -20,29 +20,29 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "migration.md"
 BEGIN, END = "<!-- names: written by python -m tests.dropin.names -->\n", "<!-- names: end -->\n"
 
 DIFFERS = {
-    "PropagateCastOpsStrategy": "names only: casts stay where autocast puts them; the JSON key is answered in the log",
-    "TrainingParameters": "values only: the trainer that read them went before the last release",
+    "PropagateCastOpsStrategy": "names only: casts stay where autocast inserts them; the JSON key is logged",
+    "TrainingParameters": "values only: the trainer that read them was removed before the last release",
     "has_collective_ops": "always False: collectives are PyTorch's",
     "is_triton_enabled": "whether the installed torch has Triton; kernels come from Inductor",
-    "set_seed": "seeds PyTorch as well, from whose generators ORTModule draws",
-    "ortmodule.ORTMODULE_IS_DETERMINISTIC": "assigning it warns: `torch.use_deterministic_algorithms` decides",
-    "ortmodule.ORTMODULE_TORCH_CPP_DIR": "assigning it warns: there are no extensions to build",
-    "ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR": "assigning it warns; the versions that run are in the README",
-    "ortmodule.options._SkipCheck": "every call is checked, and skipping is answered in the log",
-    "ortmodule.torch_cpp_extensions.install": "says that there is nothing to build",
+    "set_seed": "also seeds PyTorch, from whose generators ORTModule samples",
+    "ortmodule.ORTMODULE_IS_DETERMINISTIC": "assigning it raises a warning: use `torch.use_deterministic_algorithms`",
+    "ortmodule.ORTMODULE_TORCH_CPP_DIR": "assigning it raises a warning: there are no extensions to build",
+    "ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR": "assigning it raises a warning; see the README for versions",
+    "ortmodule.options._SkipCheck": "every call is checked; skipping is logged as having no effect",
+    "ortmodule.torch_cpp_extensions.install": "prints that there is nothing to build",
     "ortmodule.DebugOptions": "`torch_exporter_filter` and `onnxruntime_log_filter` list messages that do not occur",
     "optim.FusedAdam": "also on a CPU, in float64 and bfloat16",
-    "torchdynamo.ort_backend.OrtBackend": "`ep` and `preallocate_output` choose nothing, and that is logged",
-    "torchdynamo.register_backend.make_aot_ort": "`dynamic` chooses nothing: sizes are open",
-    "onnxblock.optim.AdamW": "one input and output for each tensor, where there were sequences",
-    "onnxblock.optim.SGD": "one input and output for each tensor, where there were sequences",
-    "onnxblock.optim.ClipGradNorm": "gives new gradients and leaves those that it is given",
-    "artifacts.generate_artifacts": "`ort_format` is refused: the device's own onnxruntime converts",
+    "torchdynamo.ort_backend.OrtBackend": "`ep` and `preallocate_output` have no effect, which is logged",
+    "torchdynamo.register_backend.make_aot_ort": "`dynamic` has no effect: dimensions are always dynamic",
+    "onnxblock.optim.AdamW": "one input and output for each tensor instead of sequences",
+    "onnxblock.optim.SGD": "one input and output for each tensor instead of sequences",
+    "onnxblock.optim.ClipGradNorm": "returns new gradients and does not modify its inputs",
+    "artifacts.generate_artifacts": "`ort_format` is refused: convert with the device's version of onnxruntime",
 }
 GONE = {
-    "ort_triton.register_triton_kernel": "make an operator with `torch.library.triton_op`, and call it in forward",
+    "ort_triton.register_triton_kernel": "define an operator with `torch.library.triton_op`, and call it in forward",
     "utils.hooks.configure_ort_compatible_zero_stage3": "ZeRO stage 3 runs in PyTorch; stages 1 and 2 on graphs",
-    "utils.hooks.ZeROOffloadSubscriber": "as `configure_ort_compatible_zero_stage3`",
+    "utils.hooks.ZeROOffloadSubscriber": "see `configure_ort_compatible_zero_stage3`",
 }
 
 
@@ -122,13 +122,18 @@ def paths() -> list[str]:
 
 def table() -> str:
     """The table in Markdown: a row for each module, and one for each name that differs or is gone."""
-    rows = [f"Names stand below `{TRAINING}`.", "", "| module | names that work as they did |", "|---|---|"]
+    rows = [f"The names are relative to `{TRAINING}`.", "", "| module | names that work as before |", "|---|---|"]
     for module, names in NAMES.items():
         same = [name for name in names.split() if ".".join(filter(None, (module, name))) not in {**DIFFERS, **GONE}]
         if same:
             rows.append(f"| `{module or TRAINING}` | {', '.join(f'`{name}`' for name in same)} |")
-    rows += ["", "| name | differs |", "|---|---|", *(f"| `{name}` | {how} |" for name, how in DIFFERS.items())]
-    rows += ["", "| name | gone; instead |", "|---|---|", *(f"| `{name}` | {how} |" for name, how in GONE.items())]
+    rows += ["", "| name | difference |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in DIFFERS.items())]
+    rows += [
+        "",
+        "| removed name | alternative |",
+        "|---|---|",
+        *(f"| `{name}` | {text} |" for name, text in GONE.items()),
+    ]
     return "\n".join([*rows, ""])
 
 
