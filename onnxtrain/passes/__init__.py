@@ -41,6 +41,7 @@ from onnxtrain.passes.remove_reshape_copies import remove_reshape_copies
 from onnxtrain.passes.reorder_relu_pool_gradients import reorder_relu_pool_gradients
 from onnxtrain.passes.replace_slices_with_split import replace_slices_with_split
 from onnxtrain.passes.save_logits_for_backward import save_logits_for_backward
+from onnxtrain.passes.simplify_attention_masks import simplify_attention_masks
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
 from onnxtrain.report import PassReport
 
@@ -52,6 +53,7 @@ FORWARD: tuple[Pass, ...] = (
     fuse_patterns,  # before differentiation, as the next two: one gradient op instead of one per part
     fuse_gated_activations,  # after patterns: they make the activations from written-out ones
     fuse_attention,  # matches q and k after their rotary embedding
+    simplify_attention_masks,  # after fuse_attention: it reads the mask of the fused op
     cancel_axis_merges,  # after fusions, which match merged axes; before all passes that ask for axis maps
     convert_pointwise_convolutions,  # before cancel_transposes: it leaves transposes that cancel
     cancel_transposes,  # after fusions, which match the transposes of attention

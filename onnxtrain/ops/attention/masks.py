@@ -17,8 +17,13 @@ from onnxtrain.ops.index.creation import filled
 
 def causal_mask(op: Builder, rows: Size, columns: Size, dtype: ir.DataType) -> ir.Value:
     """Return the additive mask [rows, columns] with which row r attends to columns 0 to r."""
-    visible = op.Trilu(filled(op, [rows, columns], 1, ir.DataType.BOOL), upper=0)
-    return additive_mask(op, visible, dtype)
+    return additive_mask(op, causal_visibility(op, rows, columns), dtype)
+
+
+def causal_visibility(op: Builder, rows: Size, columns: Size) -> ir.Value:
+    """Return the bool mask [rows, columns] with which row r attends to columns 0 to r."""
+    result: ir.Value = op.Trilu(filled(op, [rows, columns], 1, ir.DataType.BOOL), upper=0)
+    return result
 
 
 def additive_mask(op: Builder, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
