@@ -60,7 +60,7 @@ def _fuse(ops: Builder, node: ir.Node, changes: Changes) -> str | None:
     """Replace `node` by the first rewrite that matches and return its name; None if none matches."""
     old = node.outputs[0]
     for rewrite in REWRITES:
-        if node.op_type not in rewrite.pattern.kinds:
+        if (node.domain, node.op_type) not in rewrite.pattern.kinds:
             continue
         for found in match(rewrite.pattern, old):
             shared = shared_value(found, old)
@@ -98,7 +98,7 @@ def _square(of: Pattern) -> Pattern:
 def _normal(of: Pattern, variance: Pattern) -> Pattern:
     """`of` divided by the square root of its variance."""
     root = op("Sqrt", op("Add", variance, _EPS))
-    inverse = either(op("Rsqrt", op("Add", variance, _EPS)), op("Reciprocal", root))
+    inverse = either(op("onnxtrain::Rsqrt", op("Add", variance, _EPS)), op("Reciprocal", root))
     power = op("Pow", op("Add", variance, _EPS), -0.5)
     return either(op("Mul", of, either(inverse, power)), op("Div", of, root))
 

@@ -7,7 +7,8 @@
         found.values["x"], found.numbers["alpha"], found.nodes
 
 A pattern is matched backwards from a value. Commutative ops match with their operands in either order; a name that
-occurs twice must match the same value. `op("Rsqrt|Sqrt", ...)` matches any of these ops.
+occurs twice must match the same value. `op("Tanh|onnxtrain::Rsqrt", ...)` matches any of these ops: a name without a
+domain is an op of ai.onnx.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import dtype_of, is_float
+from onnxtrain.graph.values import ONNX, dtype_of, is_float
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.elementwise.arithmetic import number_of
 
@@ -45,7 +46,7 @@ class Num:
 class Op:
     """The first output of a node of one of these ops. Inputs beyond those given match anything."""
 
-    kinds: tuple[str, ...]
+    kinds: frozenset[tuple[str, str]]  # domain and name
     inputs: tuple[Pattern, ...]
     check: Callable[[ir.Node], bool] | None = None
 
@@ -69,7 +70,12 @@ Pattern = Var | Num | Op | Either | Cast
 
 def op(kinds: str, *inputs: Pattern | float, check: Callable[[ir.Node], bool] | None = None) -> Op:
     """Match a node of one of the ops in `kinds`, separated by |; a number matches a constant close to it."""
-    return Op(tuple(kinds.split("|")), tuple(_pattern(i) for i in inputs), check)
+    return Op(frozenset(map(_domain_and_name, kinds.split("|"))), tuple(_pattern(i) for i in inputs), check)
+
+
+def _domain_and_name(kind: str) -> tuple[str, str]:
+    domain, separator, name = kind.rpartition("::")
+    return (domain, name) if separator else (ONNX, kind)
 
 
 def either(*patterns: Pattern) -> Either:
@@ -136,7 +142,7 @@ def _match_cast(pattern: Cast, value: ir.Value, partial: Match) -> Iterator[Matc
 
 def _match_node(pattern: Op, value: ir.Value, partial: Match) -> Iterator[Match]:
     node, inputs = value.producer(), pattern.inputs
-    if node is None or node.op_type not in pattern.kinds or value is not node.outputs[0]:
+    if node is None or (node.domain, node.op_type) not in pattern.kinds or value is not node.outputs[0]:
         return
     if len(node.inputs) < len(inputs) or (pattern.check is not None and not pattern.check(node)):
         return

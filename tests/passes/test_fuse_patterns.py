@@ -209,8 +209,9 @@ def test_a_value_inside_that_is_read_elsewhere_is_named() -> None:
     assert any(reason.endswith("rsqrt has other users") for reason in reasons(ours))
 
 
-def test_a_pattern_of_ones_own() -> None:
-    """Mish, which models write as x * tanh(softplus(x))."""
+@pytest.mark.parametrize(("beta", "rewritten"), [(1.0, True), (2.0, False)])
+def test_a_pattern_of_ones_own(beta: float, rewritten: bool) -> None:
+    """Mish, which models write as x * tanh(softplus(x)); a Softplus of another domain has a beta."""
 
     def build(ops: Builder, found: Match, old: ir.Value) -> ir.Value:
         result: ir.Value = ops.Mish(found.values["x"])
@@ -218,10 +219,10 @@ def test_a_pattern_of_ones_own() -> None:
 
     own = register(Rewrite("Mish", op("Mul", Var("x"), op("Tanh", op("Softplus", Var("x")))), build))
     try:
-        ours = check_capture(lambda x: x * torch.tanh(torch.nn.functional.softplus(x)), X)
+        ours = check_capture(lambda x: x * torch.tanh(torch.nn.functional.softplus(x, beta)), X)
     finally:
         REWRITES.remove(own)
-    assert "Mish" in kinds(ours)
+    assert ("Mish" in kinds(ours)) == rewritten
 
 
 # Saved graphs
