@@ -1,13 +1,14 @@
-"""Finds out whether the user reads the padding of a module's results.
+"""Detect whether the user reads the padding of a module's results.
 
-A packed program gives results [batch, steps, ..] zeros in padding, where eager has values. That is right where nobody
-reads them, as of the logits that a model returns beside its loss. A loss that does read them sends a gradient there:
+A packed program fills the padding of results [batch, steps, ..] with zeros, where eager has values. That is equivalent
+if nobody reads them, such as the logits that a model returns besides its loss. A loss that reads them has a gradient
+there:
 
     no backward yet                      batches run with padding
-    no gradient in padding               from then on they run without
-    a gradient in padding, ever          from then on they run with padding
+    no gradient in padding               batches run without padding from then on
+    a gradient in padding, ever          batches run with padding from then on
 
-Every backward is looked at. What a gradient tells is read at the next call, so that backward does not wait for a GPU.
+Every backward is checked. The result of a check is read at the next call: backward does not wait for a GPU.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from onnxtrain.ops.reshape.rows import permutation_to_front
 from onnxtrain.passes.rowwise import Axes
 
 
-class _Seen(NamedTuple):
-    """What one backward of a result told.
+class _Observation(NamedTuple):
+    """The check of one backward of a result.
 
     Attributes:
         result: the index of the result.
@@ -41,14 +42,14 @@ class PaddingReads:
     """Watches the gradients of the results of one module.
 
     Attributes:
-        may_pack: whether a backward has shown of all results that nobody reads their padding.
-        refuted: whether one has shown the opposite.
+        may_pack: whether a backward has shown for each result that nobody reads its padding.
+        refuted: whether a backward has shown that somebody does, or a result has no gradient to check.
     """
 
     def __init__(self, results: Mapping[int, Axes], names: Sequence[str], module_name: str) -> None:
         """Watch `results`, given by their indices with their batch and step axes."""
         self._results, self._names, self._module_name = results, names, module_name
-        self._seen: list[_Seen] = []
+        self._observations: list[_Observation] = []
         self._unread: set[int] = set()
         self.refuted = False
 
@@ -57,17 +58,17 @@ class PaddingReads:
         return self._unread == self._results.keys()
 
     def update(self) -> None:
-        """Take into account the backwards since the last call."""
-        while self._seen:
-            seen = self._seen.pop(0)
-            if not bool(seen.reads_padding):
-                self._unread.add(seen.result)
+        """Evaluate the backwards since the last call."""
+        while self._observations:
+            observation = self._observations.pop(0)
+            if not bool(observation.reads_padding):
+                self._unread.add(observation.result)
             elif not self.refuted:
                 self.refuted = True
-                self._report(seen)
+                self._report(observation)
 
     def watch(self, results: Sequence[torch.Tensor], rows: torch.Tensor, packed: bool) -> None:
-        """Look at the gradients of `results` when they come; `rows` are the indices of the tokens that are kept."""
+        """Check the gradients of `results` in their backward; `rows` are the flat indices of the kept tokens."""
         nodes: dict[torch.autograd.graph.Node, list[tuple[int, int]]] = {}
         for index in self._results:
             node = results[index].grad_fn
@@ -79,9 +80,9 @@ class PaddingReads:
                 return
             nodes.setdefault(node, []).append((index, results[index].output_nr))
         for node, outputs in nodes.items():
-            node.register_prehook(partial(self._look, outputs, rows, packed))
+            node.register_prehook(partial(self._check, outputs, rows, packed))
 
-    def _look(
+    def _check(
         self,
         outputs: Sequence[tuple[int, int]],
         rows: torch.Tensor,
@@ -91,11 +92,11 @@ class PaddingReads:
         for index, number in outputs:
             gradient = gradients[number]
             reads = gradient is not None and _any_in_padding(gradient.detach(), self._results[index], rows)
-            self._seen.append(_Seen(index, packed, reads))
+            self._observations.append(_Observation(index, packed, reads))
 
-    def _report(self, seen: _Seen) -> None:
-        name = self._names[seen.result]
-        if seen.packed:
+    def _report(self, observation: _Observation) -> None:
+        name = self._names[observation.result]
+        if observation.packed:
             LOG.warning("%s: the loss reads the padding of the result %s, which was zeros in the last step and has "
                         'eager\'s values from now on; skip_padding="never" gives them from the first step',
                         self._module_name, name)  # fmt: skip

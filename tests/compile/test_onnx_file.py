@@ -1,4 +1,4 @@
-"""Files are valid, readable ONNX, and appear whole or not at all."""
+"""Files are valid, readable ONNX, and are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_file_holds_functions_names_and_origins(tmp_path):
     np.testing.assert_allclose(result, X @ weight.T, rtol=1e-6)
 
 
-def test_each_case_of_an_op_has_a_name_of_its_own(tmp_path):
-    """As overloads, onnxruntime up to 1.24.1 would take the first of them for all calls."""
+def test_each_case_of_an_op_has_its_own_function_name(tmp_path):
+    """With overloads of one name, onnxruntime up to 1.24.1 would run the first for all calls."""
     op, (x, y) = graph_of(x=("b", 4), y=("b", "c", 4))
     results = [op.ms.QuickGelu(x, alpha=a) for a in (1.0, 2.0, 1.0)] + [op.own.LogSigmoid(v) for v in (x, y)]
     op.graph.outputs.extend([*results, op.ms.ReluGrad(x, x), op.ms.ReluGrad(y, y)])
@@ -112,7 +112,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_outputs_that_are_inputs_or_come_twice_become_values_of_their_own(tmp_path):
+def test_outputs_that_are_inputs_or_repeated_become_separate_values(tmp_path):
     op, (x,) = graph_of(x=("b", 4))
     y = op.Neg(x)
     y.name = "y"
@@ -125,7 +125,7 @@ def test_outputs_that_are_inputs_or_come_twice_become_values_of_their_own(tmp_pa
         np.testing.assert_array_equal(result, expected)
 
 
-def test_tensors_too_large_for_one_file_lie_beside_it(tmp_path, monkeypatch):
+def test_tensors_too_large_for_one_file_are_external_data(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_file, "LARGEST_BYTES", 1000)
     op, (x,) = graph_of(x=("b", 64))
     weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
@@ -139,7 +139,7 @@ def test_tensors_too_large_for_one_file_lie_beside_it(tmp_path, monkeypatch):
     np.testing.assert_allclose(session.run(None, {"x": rows})[0], rows @ weight, rtol=1e-5, atol=1e-5)
 
 
-def test_ops_of_pytorch_stay_and_the_file_is_still_valid(tmp_path):
+def test_aten_nodes_stay_and_the_file_is_valid(tmp_path):
     op, (x,) = graph_of(x=("b", 4))
     node = ir.Node("org.pytorch.aten", "ATen", [x], [ir.AttrString("operator", "aten::frac")], num_outputs=1)
     op.graph.append(node)

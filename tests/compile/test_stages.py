@@ -1,4 +1,4 @@
-"""Stages are verified, timed, reported, and on disk as soon as they are done."""
+"""Stages are verified, timed, reported and written to disk as soon as they are done."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Changes:
     passes: list[PassReport] = field(default_factory=list)
 
 
-def test_the_report_says_what_each_stage_did(monkeypatch):
+def test_the_report_lists_what_each_stage_did(monkeypatch):
     clock = iter([0.0, 0.002, 1.0, 1.005, 2.0, 2.001, 3.0])
     monkeypatch.setattr(stages_module.time, "perf_counter", lambda: next(clock))
     stages = Stages(Options(), "training")
@@ -58,7 +58,7 @@ def test_the_report_says_what_each_stage_did(monkeypatch):
     stages.done("plan", joint.model)
     report = stages.report()
     assert [s.name for s in report.stages] == ["capture", "differentiate", "plan"]
-    # What verifying took (to 1.0 and to 2.0) is no stage's time.
+    # The time of verification (to 1.0 and to 2.0) belongs to no stage.
     assert [round(s.took_ms) for s in report.stages] == [2, 5, 1]
     assert [s.nodes for s in report.stages] == [2, 2, 2]
     assert report.stages[1].applied == ("merged 2",)
@@ -66,18 +66,18 @@ def test_the_report_says_what_each_stage_did(monkeypatch):
     assert report.stages[1].passes == (eliminate_common_subexpressions,)
 
 
-def test_a_faulty_graph_is_refused():
+def test_a_malformed_graph_is_refused():
     with pytest.raises(GraphError, match="has no type"):
         Stages(Options(), "training").record("capture", broken())
 
 
-def test_nothing_is_written_unless_asked_for(tmp_path, monkeypatch):
+def test_nothing_is_written_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Stages(Options(), "training").record("capture", model())
     assert not list(tmp_path.iterdir())
 
 
-def test_each_compilation_of_a_module_saves_graphs_under_a_prefix_of_its_own(tmp_path):
+def test_each_compilation_of_a_module_saves_graphs_under_its_own_prefix(tmp_path):
     owner = nn.Linear(1, 1)
     for _ in range(2):
         stages = Stages(Options(save_graphs=tmp_path / "graphs" / "net"), "training", owner=owner)
@@ -97,7 +97,7 @@ def test_another_module_overwrites_the_graphs_of_the_first(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["net_torch_exported_training.onnx"]
 
 
-def test_graphs_between_graph_breaks_are_saved_apart(tmp_path):
+def test_graphs_between_graph_breaks_are_saved_separately(tmp_path):
     def halves(x):
         y = x.sin()
         torch._dynamo.graph_break()
@@ -127,7 +127,7 @@ def test_the_files_of_save_onnx_have_the_names_that_users_know(tmp_path, mode, n
     assert written.opset_import[0].version == 18
 
 
-def test_files_of_stages_before_a_failure_are_there(tmp_path):
+def test_files_of_stages_before_a_failure_are_written(tmp_path):
     stages = Stages(Options(save_graphs=tmp_path / "bert"), "training")
     stages.record("capture", model())
     with pytest.raises(GraphError):

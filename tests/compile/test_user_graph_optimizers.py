@@ -1,4 +1,4 @@
-"""Users' functions on the joint graph: which run, in what order, that they change what runs, what they may not do."""
+"""User graph optimizers on the joint graph: selection, order, effect on the program, and refused changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def relu_as_max(graph: GraphProto) -> None:
 
 
 def relu_again_in_backward(graph: GraphProto) -> None:
-    """Computes once more in backward what it reads of forward."""
+    """Recompute in backward the values of forward that it reads."""
     for (node,) in GraphMatcher(graph).match_pattern([("ReluGrad", False, [])]):
         again = helper.make_node("Relu", [node.input[1]], ["relu_again"], name="again")
         changed = copy.deepcopy(node)
@@ -53,7 +53,7 @@ def relu_again_in_backward(graph: GraphProto) -> None:
         update_graph(graph, [node], [again, changed])
 
 
-def test_they_change_what_runs_and_what_is_saved(tmp_path: Path) -> None:
+def test_optimizers_change_the_program_and_the_saved_graph(tmp_path: Path) -> None:
     register_graph_optimizer()(relu_as_max)
     register_graph_optimizer()(relu_again_in_backward)
     plain = net()
@@ -88,10 +88,12 @@ class WithFunction(torch.nn.Module):
         return Doubled.apply(self.net(x))
 
 
-def test_what_they_leave_alone_stays_what_it_is() -> None:
+def test_python_objects_in_the_graph_survive_an_optimizer() -> None:
     register_graph_optimizer()(relu_as_max)
     plain = WithFunction()
-    trains_as_eager(plain, ORTModule(copy.deepcopy(plain)))  # the graph holds a Python object, and no protobuf does
+    trains_as_eager(
+        plain, ORTModule(copy.deepcopy(plain))
+    )  # the graph contains a Python object, which a protobuf cannot
 
 
 def test_without_a_change_the_graph_is_the_same() -> None:
@@ -100,7 +102,7 @@ def test_without_a_change_the_graph_is_the_same() -> None:
     trains_as_eager(plain, ORTModule(copy.deepcopy(plain)))
 
 
-def test_which_ones_run_and_in_what_order() -> None:
+def test_optimizers_are_selected_and_ordered() -> None:
     calls: list[str] = []
 
     def noting(name: str) -> Callable[[GraphProto], None]:
@@ -131,7 +133,7 @@ def test_which_ones_run_and_in_what_order() -> None:
         (lambda graph: graph.node.remove(graph.node[0]), "still read"),
     ],
 )
-def test_what_they_may_not_do(change: Callable[[GraphProto], None], named: str) -> None:
+def test_malformed_changes_are_refused(change: Callable[[GraphProto], None], named: str) -> None:
     register_graph_optimizer()(change)
     with pytest.raises(GraphError, match=named):
         ORTModule(net())(torch.randn(2, 4))
@@ -155,7 +157,7 @@ def small_graph() -> GraphProto:
     )
 
 
-def test_patterns_by_producers_and_consumers() -> None:
+def test_matching_by_producers_and_consumers() -> None:
     matcher = GraphMatcher(small_graph())
     scaled = [("Add", False, []), ("Mul", True, [(0, 0, 0)]), ("Mul", False, [(0, 0, 0)])]
     pattern = [*scaled, ("Softmax", False, [(2, 0, 0)])]
@@ -165,7 +167,7 @@ def test_patterns_by_producers_and_consumers() -> None:
     assert matcher.match_pattern([("Add", False, []), ("Softmax", False, [(0, 0, 0)])]) == []
 
 
-def test_looking_around() -> None:
+def test_graph_lookups() -> None:
     matcher = GraphMatcher(small_graph())
     producer, consumer = matcher.get_producer("b", "Add", 0), matcher.get_consumer("b", "Mul", 0)
     assert producer is not None

@@ -10,7 +10,7 @@ from onnxtrain.native import background
 
 @pytest.fixture
 def regions_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of compiled regions, empty; no region that did not compile in another test; and no rests."""
+    """An empty cache folder of compiled regions, no refusals of other tests, and no pauses after throttled work."""
     monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "_refused", {})
     monkeypatch.setattr(background, "_PAUSE", 0.0)

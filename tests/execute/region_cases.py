@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def part_of(build: Build, dims: Sequence[str], dtype: torch.dtype = torch.float32) -> Part:
-    """What `build` writes of inputs with these sizes (letters are open, numbers fixed), as one part."""
+    """The graph that `build` makes of inputs with these shapes, as one part; letters are dynamic sizes."""
     inputs = []
     for index, words in enumerate(dims):
         value = ir.Value(name=f"x{index}")
@@ -43,14 +43,14 @@ def part_of(build: Build, dims: Sequence[str], dtype: torch.dtype = torch.float3
         set_type(value, TensorType(ONNX_DTYPES[dtype], shape))
         inputs.append(value)
     op = builder(ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}, name="example"))
-    made = build(op, *inputs)
-    op.graph.outputs.extend(made if isinstance(made, tuple) else (made,))
+    outputs = build(op, *inputs)
+    op.graph.outputs.extend(outputs if isinstance(outputs, tuple) else (outputs,))
     return single_part(ir.Model(op.graph, ir_version=10))
 
 
 def regions_of(part: Part, device: str = "cpu") -> tuple[Part, tuple[Region, ...]]:
-    found = find_regions(part, Storages(part.nodes, SIZES, device))
-    return found.part, found.regions
+    result = find_regions(part, Storages(part.nodes, SIZES, device))
+    return result.part, result.regions
 
 
 def names(regions: Sequence[Region]) -> list[str]:
@@ -100,7 +100,7 @@ KINDS: dict[str, tuple[Build, Sequence[str]]] = {
 
 
 def nodes_as_kernel(path: Path, device: torch.device = CPU) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """What a made-up compiler gives: the region that was written down, run node by node."""
+    """The kernel of a fake compiler: the region of a request, run node by node."""
     model, _ = request.read_request(path)
     program = Program(single_part(model), "written", CPU)
     return lambda tensors: program.run(tensors, ())[0]
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 
 class Gated(nn.Module):
-    """Of elementwise operators between products: one region forward, and one backward."""
+    """Elementwise ops between matmuls: one region in forward, and one in backward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def results(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def fused_programs(monkeypatch: pytest.MonkeyPatch) -> list[FusedProgram]:
-    """All that are made from now on. They start after three calls, whatever their sizes are."""
+    """Every fused program made from now on; each compiles after three calls, at any size."""
     programs: list[FusedProgram] = []
     watch = fused.watch
 
@@ -168,21 +168,21 @@ def fused_programs(monkeypatch: pytest.MonkeyPatch) -> list[FusedProgram]:
 
 
 def wait_for(programs: Sequence[FusedProgram]) -> None:
-    """Until all that is under way is compiled."""
+    """Wait until all regions are compiled."""
     for program in programs:
         if program._thread is not None:
             program._thread.join()
 
 
 class Trained:
-    """A module of two blocks and a layer, with its fused programs, and eager's."""
+    """A module of two blocks and a layer with its fused programs, and the same module in eager."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
     ) -> None:
         self.programs = fused_programs(monkeypatch)
         torch.manual_seed(0)
-        # What the last layer gives is large: the peak is there, and regions may hold a little more elsewhere.
+        # The output is large, so the peak of memory is there, and regions may hold slightly more elsewhere.
         self.eager = nn.Sequential(Block(), Block(), nn.Linear(8, 128), nn.Tanh()).to(device, dtype)
         self.exact = copy.deepcopy(self.eager).double()
         self.module = ORTModule(copy.deepcopy(self.eager), **{"native": True, "rng": "fast", **options})
@@ -194,11 +194,11 @@ class Trained:
         eager, exact = results(self.eager, x), results(self.exact, x.double())
         largest = max((v.abs().max().item() for v in exact.values() if v.numel()), default=0.0)
         for name, value in eager.items():
-            found = got[name] if name in got else got[f"_module.{name}"]
-            assert_no_worse_than_eager(name, found, value, exact[name], largest)
+            ours = got[name] if name in got else got[f"_module.{name}"]
+            assert_no_worse_than_eager(name, ours, value, exact[name], largest)
 
     def prepared(self) -> None:
-        """Steps until the compiler, which is made up, has done its work."""
+        """Step until the fake compiler has built all regions."""
         for _ in range(4):
             self.check(3, 5)
         assert all(program._thread is not None for program in self.programs)

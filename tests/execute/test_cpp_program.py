@@ -1,4 +1,4 @@
-"""Small programs as one compiled call: right for every op that is written, at every size, and only where it may be."""
+"""Small programs as one compiled function: correct for each op with an emitter and each size, and only if allowed."""
 
 import copy
 import ctypes
@@ -41,7 +41,7 @@ FORMS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def entry() -> None:
-    """Compiled before any test waits for a call: it takes 10 s, once a machine."""
+    """Compile entry.cpp before any test waits for a call: it takes 10 s, once per machine."""
     assert ENTRY.wait() == has_torch_headers(), ENTRY.failure
 
 
@@ -53,7 +53,7 @@ CASES: list[OpCase] = [
 
 
 class Written:
-    """A program, and its function for one set of sizes."""
+    """A program, and its compiled function for one set of sizes."""
 
     def __init__(self, program: Program, shapes: Sequence[tuple[int, ...]], sizes_in: Sequence[int]) -> None:
         self.program, self.shapes, self.declined = program, shapes, 0
@@ -61,7 +61,7 @@ class Written:
         self.function: Function = emit_function(self.static.graph, self.static.passed_through)
 
     def use(self, library: Any, name: str, form: Form) -> None:
-        """Runs the function in the program's place; calls that it does not take, for their strides, are counted."""
+        """Run the function in place of the program; counts calls that it does not take because of their strides."""
         run = self.program.run
 
         def ordinary(tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Any:
@@ -75,7 +75,7 @@ class Written:
 
 
 def written(check: CaseCheck, known: Any) -> list[Written]:
-    """The functions of the programs that a check runs at these sizes; those that are not written are left out."""
+    """The functions of the programs that a check runs at these sizes, except those without an emitter."""
     check.check_sizes(known)
     programs = [check.forward, *(p for made in check.__dict__.get("_programs", {}).values() for p in made[2:])]
     seen: list[tuple[Program, list[tuple[int, ...]], tuple[int, ...]]] = []
@@ -105,7 +105,7 @@ def written(check: CaseCheck, known: Any) -> list[Written]:
 
 
 def check_cases(cases: Sequence[OpCase], dtype: torch.dtype, form: Form) -> int:
-    """Runs every function of these cases in the place of its program; the number of functions that took the call."""
+    """Run the functions of these cases in place of their programs; returns how many took the call."""
     runs: list[tuple[CaseCheck, Any, list[Written], int]] = []
     texts, signatures, count = [], {}, 0
     for case in cases:
@@ -139,7 +139,7 @@ def test_a_sample_of_the_ops(form: Form) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("part", range(8))
-def test_every_op_that_is_written(part: int, dtype: torch.dtype) -> None:
+def test_every_op_that_has_an_emitter(part: int, dtype: torch.dtype) -> None:
     assert check_cases(CASES[part::8], dtype, compiled_call) > 20
 
 
@@ -223,7 +223,7 @@ def step(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[cpp_program.CppProgram]:
-    """All programs that may become one call, as they are made; the compiled one is the faster by decree."""
+    """Every program that may be compiled, as it is made; the compiled function always counts as faster."""
     found: list[cpp_program.CppProgram] = []
     watch = cpp_program.watch
 
@@ -238,7 +238,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[cpp_program.CppProgram]:
 
 
 def settle(module: nn.Module, x: torch.Tensor, calls: Sequence[cpp_program.CppProgram], count: int) -> None:
-    """Steps until this many programs are decided about."""
+    """Step until this many programs are settled."""
     end = time.monotonic() + WAIT_LIMIT_S
     while sum(call.settled for call in calls) < count:
         step(module, x)
@@ -246,21 +246,21 @@ def settle(module: nn.Module, x: torch.Tensor, calls: Sequence[cpp_program.CppPr
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_module_trains_through_calls(name: str, calls: list[cpp_program.CppProgram]) -> None:
+def test_a_module_trains_with_compiled_calls(name: str, calls: list[cpp_program.CppProgram]) -> None:
     torch.manual_seed(0)
     eager = MODELS[name]()
     exact = copy.deepcopy(eager).double()
     module = ORTModule(copy.deepcopy(eager))
     settle(module, torch.randn(5, 6), calls, 2)
-    for rows in (5, 1, 7, 5):  # others than 5 go the ordinary way
+    for rows in (5, 1, 7, 5):  # sizes other than 5 run the ordinary program
         x = torch.randn(rows, 6)
         for got, expected, true in zip(step(module, x), step(eager, x), step(exact, x.double()), strict=True):
             assert_no_worse_than_eager(f"{name} {rows}", got, expected, true)
     assert engine_of(module).captures == 1
 
 
-def test_outputs_are_not_written_again(calls: list[cpp_program.CppProgram]) -> None:
-    """The function's own memory is static; what leaves it is not."""
+def test_outputs_are_not_overwritten_by_the_next_call(calls: list[cpp_program.CppProgram]) -> None:
+    """The function's own memory is static; its outputs are not."""
     module = ORTModule(mlp(nn.ReLU()))
     settle(module, torch.randn(5, 6), calls, 2)
     found = [(step(module, x), x) for x in torch.randn(3, 5, 6)]
@@ -298,7 +298,7 @@ class Returns(nn.Module):
     [lambda x, y: (y, y.view(-1)), lambda x, y: (y * 2, x.view(-1)), lambda x, y: y * torch.rand(6)],
     ids=["a view of another result", "a view of an input", "random"],
 )
-def test_programs_that_are_no_call(what: Callable[..., Any], calls: list[cpp_program.CppProgram]) -> None:
+def test_programs_that_are_not_compiled(what: Callable[..., Any], calls: list[cpp_program.CppProgram]) -> None:
     module = ORTModule(Returns(what))
     results = module(torch.randn(5, 6))
     forward = engine_of(module).newest().unit.forward
@@ -307,12 +307,12 @@ def test_programs_that_are_no_call(what: Callable[..., Any], calls: list[cpp_pro
 
 
 @pytest.mark.parametrize("options", [{"rng": "torch"}, {"kernels": "pytorch"}], ids=str)
-def test_options_without_calls(options: dict[str, Any], calls: list[cpp_program.CppProgram]) -> None:
+def test_options_that_disable_compiled_calls(options: dict[str, Any], calls: list[cpp_program.CppProgram]) -> None:
     step(ORTModule(mlp(nn.ReLU()), **options), torch.randn(5, 6))
     assert not calls
 
 
-def test_no_calls_where_results_are_to_be_the_same_bits(calls: list[cpp_program.CppProgram]) -> None:
+def test_nothing_is_compiled_if_results_must_be_bitwise_equal(calls: list[cpp_program.CppProgram]) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         step(ORTModule(mlp(nn.ReLU())), torch.randn(5, 6))
@@ -321,7 +321,7 @@ def test_no_calls_where_results_are_to_be_the_same_bits(calls: list[cpp_program.
     assert not calls
 
 
-def test_the_slower_of_the_two_goes(calls: list[cpp_program.CppProgram], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slower_of_the_two_is_dropped(calls: list[cpp_program.CppProgram], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_program, "_is_faster", lambda call, ordinary: False)
     module = ORTModule(mlp(nn.ReLU()))
     settle(module, torch.randn(5, 6), calls, 2)
@@ -335,7 +335,7 @@ def test_large_tensors_are_not_counted(calls: list[cpp_program.CppProgram]) -> N
     assert all(call._program.run is call._ordinary for call in calls)
 
 
-def test_a_broken_compiler_leaves_the_program(
+def test_a_broken_compiler_leaves_the_ordinary_program(
     calls: list[cpp_program.CppProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -357,7 +357,7 @@ def test_a_broken_compiler_leaves_the_program(
 
 
 def linear_call(form: Form, ordinary: Run) -> Run:
-    """2 * a + b of three floats each, beside a size that has to be 7; gives a as well, and nothing in between."""
+    """2 * a + b of three floats each, with a size that must be 7; also returns None and a."""
     source = """
 extern "C" void run(void* const* p) {
     for (int i = 0; i < 3; ++i) ((float*)p[2])[i] = 2 * ((const float*)p[0])[i] + ((const float*)p[1])[i];
@@ -411,7 +411,7 @@ ONLY_COMPILED: dict[str, Callable[[], torch.Tensor]] = {
     "device": lambda: torch.ones(3, device="meta"),
     "layout": lambda: torch.ones(3).to_sparse(),
     "subclass": lambda: torch.ones(3).as_subclass(Subclass),
-    "no tensor": lambda: None,  # type: ignore[dict-item, return-value]  # what the entry must not read as one
+    "no tensor": lambda: None,  # type: ignore[dict-item, return-value]  # the entry must not read it as a tensor
 }
 
 
@@ -422,7 +422,7 @@ ONLY_COMPILED: dict[str, Callable[[], torch.Tensor]] = {
         *(pytest.param("compiled", other) for other in ONLY_COMPILED),
     ],
 )
-def test_what_the_function_is_not_for_goes_the_ordinary_way(form: str, other: str) -> None:
+def test_other_arguments_run_the_ordinary_program(form: str, other: str) -> None:
     if form == "compiled" and not has_torch_headers():
         pytest.skip("needs Python's headers")
     run = linear_call(compiled_call if form == "compiled" else python_call, hand_on)
@@ -435,7 +435,7 @@ def test_what_the_function_is_not_for_goes_the_ordinary_way(form: str, other: st
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_another_size_goes_the_ordinary_way(form: Form) -> None:
+def test_other_sizes_run_the_ordinary_program(form: Form) -> None:
     run = linear_call(form, hand_on)
     assert run(iter(torch.ones(2, 3)), (8,))[0] == "ordinary"
     assert run(iter(torch.ones(2, 3)), (7,))[0] != "ordinary"
@@ -449,7 +449,7 @@ def test_a_profiler_sees_the_nodes(form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_errors_of_the_ordinary_way_arrive(form: Form) -> None:
+def test_errors_of_the_ordinary_program_are_raised(form: Form) -> None:
     run = linear_call(form, refuse)
     with pytest.raises(AssertionError, match="an ordinary call"):
         run(iter(torch.ones(2, 3)), (8,))
@@ -458,8 +458,8 @@ def test_errors_of_the_ordinary_way_arrive(form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_call_keeps_nothing_alive_that_is_not_reachable(form: Form) -> None:
-    """The program and its call hold each other: the garbage collector has to see that."""
+def test_an_unreachable_call_is_collected(form: Form) -> None:
+    """The program and its call reference each other: the garbage collector must see the cycle."""
 
     class Holder:
         run: Any
@@ -477,7 +477,9 @@ def test_a_call_keeps_nothing_alive_that_is_not_reachable(form: Form) -> None:
     assert result() is None
 
 
-def test_without_the_entry_python_serves(calls: list[cpp_program.CppProgram], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_cpp_entry_calls_are_in_python(
+    calls: list[cpp_program.CppProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ENTRY, "wait", lambda: False)
     torch.manual_seed(0)
     eager = mlp(nn.ReLU())

@@ -1,4 +1,4 @@
-"""Gradients that are released layer by layer while backward goes on, as in eager."""
+"""Gradients are released layer by layer while backward runs, as in eager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 16
 
 
 class Network(nn.Module):
-    """Layers, one of them used twice, and an embedding that is the head's weight as well."""
+    """Layers, one of them used twice, and an embedding tied to the head's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def inputs(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def both(compared: Sides, run: Callable[[nn.Module, nn.Module], Any]) -> None:
-    """Runs the same on ours and on eager: what it gives and the gradients must be the same."""
+    """Run the same on ours and on eager; results and gradients must be equal."""
     results = []
     for runs, module in compared:
         given = run(runs, module)
@@ -76,7 +76,7 @@ def loss_of(output: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def stages_of(model: nn.Module) -> int:
-    """In how many stages the newest backward ran."""
+    """The number of stages of the latest backward."""
     (backward,) = engine_of(model).newest().unit._backwards.values()
     return len(backward.program.programs)
 
@@ -93,7 +93,7 @@ def stages_of(model: nn.Module) -> int:
     ],
     ids=lambda entry: entry.name,
 )
-def test_gradients_are_those_of_one_backward_bit_for_bit(entry: ZooModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_bitwise_those_of_one_backward(entry: ZooModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_stages, "_MAX_STAGES", 1_000_000)
     module = entry.build(torch.float32)
     found = []
@@ -142,7 +142,7 @@ def test_hooks_fire_once_each_in_the_order_of_the_layers() -> None:
     assert sorted(mine) == sorted(eager)
     layers = [[name for name in seen if name.startswith("added") and "weight" in name] for seen in orders]
     assert layers[0] == layers[1]
-    for seen in orders:  # a gradient is added before that of the layer below it exists
+    for seen in orders:  # a gradient is accumulated before that of the layer below is computed
         assert seen.index("added layers.2.weight") < seen.index("gradient layers.0.weight")
 
 
@@ -156,7 +156,7 @@ def test_a_hook_may_replace_the_gradient() -> None:
 
 
 def test_an_optimizer_that_runs_in_backward() -> None:
-    """A parameter is written to as soon as its gradient is there: what backward still computes must not read it."""
+    """A parameter is updated as soon as its gradient is computed: later stages of backward must not read it."""
 
     def run(runs: nn.Module, module: nn.Module) -> list[Any]:
         def step(parameter: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ def test_an_optimizer_that_runs_in_backward() -> None:
     both(sides(), run)
 
 
-def test_a_hook_that_changes_what_a_later_stage_reads() -> None:
+def test_a_hook_that_changes_a_tensor_of_a_later_stage_is_refused() -> None:
     for runs, module in sides():
         first = module.get_parameter("layers.0.weight")
 
@@ -189,7 +189,7 @@ def test_a_hook_that_changes_what_a_later_stage_reads() -> None:
 # Autograd
 
 
-def test_asking_for_some_gradients() -> None:
+def test_backward_for_some_inputs() -> None:
     def run(runs: nn.Module, module: nn.Module) -> list[Any]:
         tokens, scale = inputs()
         wanted = [module.get_parameter("layers.2.weight"), scale, module.get_parameter("table.weight")]
@@ -201,7 +201,7 @@ def test_asking_for_some_gradients() -> None:
     both(sides(), run)
 
 
-def test_what_is_not_asked_for_is_not_computed() -> None:
+def test_stages_whose_gradients_are_not_needed_do_not_run() -> None:
     ((model, module), _) = sides()
     loss_of(model(*inputs())).backward()
     (backward,) = engine_of(model).newest().unit._backwards.values()
@@ -217,7 +217,7 @@ def test_what_is_not_asked_for_is_not_computed() -> None:
 def test_a_second_backward_through_a_retained_graph() -> None:
     def run(runs: nn.Module, module: nn.Module) -> list[Any]:
         loss = loss_of(runs(*inputs()))
-        loss.backward(retain_graph=True, inputs=[module.get_parameter("norm.weight")])  # stops on its way
+        loss.backward(retain_graph=True, inputs=[module.get_parameter("norm.weight")])  # ends before the last stage
         loss.backward(retain_graph=True)
         loss.backward()
         with pytest.raises(RuntimeError, match="second time"):
@@ -238,7 +238,7 @@ def test_two_forwards_in_flight() -> None:
     both(sides(), run)
 
 
-def test_an_output_that_is_not_used() -> None:
+def test_an_unused_output() -> None:
     def run(runs: nn.Module, module: nn.Module) -> list[Any]:
         runs(*inputs())[1].sum().backward()
         return []
@@ -273,7 +273,7 @@ def test_a_gradient_scaler_and_clipping() -> None:
     both(sides(), run)
 
 
-def test_a_hook_that_raises_leaves_the_next_step_as_it_should_be() -> None:
+def test_a_hook_that_raises_leaves_the_next_step_intact() -> None:
     def run(runs: nn.Module, module: nn.Module) -> list[Any]:
         def fail(gradient: torch.Tensor) -> None:
             raise ValueError("mine")
@@ -320,7 +320,7 @@ class WithFunction(nn.Module):
     ],
     ids=["autograd-function", "view"],
 )
-def test_what_has_no_stages_says_so_and_is_right(
+def test_a_backward_without_stages_is_logged_and_equals_eager(
     function: Callable[..., Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "onnxtrain")
@@ -337,8 +337,8 @@ def test_what_has_no_stages_says_so_and_is_right(
 # Bytes
 
 
-def test_the_peak_of_a_step_that_adds_to_gradients() -> None:
-    """All gradients at once are what the early ones save; one layer's, and the share that waits, stay."""
+def test_the_peak_of_a_step_that_accumulates_gradients() -> None:
+    """Early gradients save all gradients but one layer's and the share that waits for its stage."""
     width, layers = 256, 12
     bytes_of_layer = 4 * width * (width + 1)
     peaks = []

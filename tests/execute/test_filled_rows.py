@@ -1,4 +1,4 @@
-"""Under `cuda_graphs` the number of tokens that run without padding is rounded up: few recordings serve all batches."""
+"""With `cuda_graphs`, the number of packed tokens is rounded up: all batches need few recordings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.passes.test_pack_tokens import (
 
 
 class Bag(nn.Module):
-    """Each word by itself, and the mean of all that are no padding."""
+    """A layer on each word, and the mean over the words that are not padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Bag(nn.Module):
 
 
 class Attentive(Bag):
-    """The sum of what each word sees."""
+    """The same with self-attention."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Attentive(Bag):
 
 
 def padded(seed: int, batch: int = 12, steps: int = 40) -> torch.Tensor:
-    """Words of sequences of random lengths, none of them 0."""
+    """A batch of sequences of random lengths, none of them empty."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(1, WORDS, (batch, steps), generator=generator)
     return words * (torch.arange(steps) < torch.randint(15, 25, (batch, 1), generator=generator))
@@ -77,7 +77,7 @@ def padded(seed: int, batch: int = 12, steps: int = 40) -> torch.Tensor:
 
 @pytest.fixture
 def answers(log: Recorders, monkeypatch: pytest.MonkeyPatch) -> list[KeptTokens | None]:  # noqa: F811
-    """What was decided of each batch, where programs are recorded and attention does not wait for lengths."""
+    """The kept tokens of each batch, with recorded programs and attention that does not wait for lengths."""
     found: list[KeptTokens | None] = []
     kept_tokens = PackingCheck.kept_tokens
 
@@ -95,7 +95,7 @@ def filled(model: nn.Module, rng: str = "fast") -> ORTModule:
 
 
 def count(kept: KeptTokens | None) -> tuple[int, int]:
-    """How many tokens are kept, and how many rows run."""
+    """The numbers of kept tokens and of rows that run."""
     assert kept is not None
     return int(kept.cu[-1]), kept.rows.numel()
 
@@ -103,7 +103,7 @@ def count(kept: KeptTokens | None) -> tuple[int, int]:
 # Numbers of rows
 
 
-def test_numbers_of_rows_lie_an_eighth_apart() -> None:
+def test_row_counts_are_at_most_an_eighth_apart() -> None:
     found = [rounded_up(n) for n in range(1, 40000)]
     assert all(r >= n and r % LEAST_STEP == 0 for n, r in enumerate(found, 1))
     assert all(r <= max(n * (1 + 1 / STEPS), n + LEAST_STEP) for n, r in enumerate(found, 1))
@@ -125,7 +125,7 @@ def test_numbers_of_rows_lie_an_eighth_apart() -> None:
         (causal_mask, "chosen", torch.float32),
     ],
 )
-def test_rows_that_fill_up_change_nothing(
+def test_fill_rows_change_no_result(
     mask_of: Any, head: str, dtype: torch.dtype, answers: list[KeptTokens | None]
 ) -> None:
     torch.manual_seed(0)
@@ -140,7 +140,7 @@ def test_rows_that_fill_up_change_nothing(
     assert [None if kept is None else kept.rows.numel() for kept in answers] == [torch.tensor(f).numel() for f in forms]
 
 
-def test_more_rows_than_a_step_are_rounded(answers: list[KeptTokens | None]) -> None:
+def test_row_counts_above_the_least_step_are_rounded(answers: list[KeptTokens | None]) -> None:
     torch.manual_seed(0)
     module = Encoder(causal_mask)
     wrapped = filled(module)
@@ -154,7 +154,7 @@ def test_more_rows_than_a_step_are_rounded(answers: list[KeptTokens | None]) -> 
 
 
 class Normalised(nn.Module):
-    """What attention gives is divided by its length: of a row that sees nothing, 0 / 0."""
+    """Divides attention's output by its norm: 0 / 0 for a fully masked row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,8 +168,8 @@ class Normalised(nn.Module):
         return self.score((y * mask[..., None]).sum(1)).square().mean()
 
 
-def test_rows_that_fill_up_see_tokens_as_padding_does(answers: list[KeptTokens | None]) -> None:
-    """A zero that eager does not have would give NaN, and so would all gradients be."""
+def test_fill_rows_attend_to_kept_tokens_as_padding_does(answers: list[KeptTokens | None]) -> None:
+    """A zero that does not occur in eager would become NaN here, and so would all gradients."""
     torch.manual_seed(0)
     module = Normalised()
     wrapped = filled(module)
@@ -178,14 +178,14 @@ def test_rows_that_fill_up_see_tokens_as_padding_does(answers: list[KeptTokens |
     assert all(kept is not None and kept.cu[-1] < kept.rows.numel() for kept in answers)
 
 
-def test_a_second_derivative_takes_the_batch_alone(answers: list[KeptTokens | None]) -> None:
+def test_create_graph_reruns_the_module_on_the_batch(answers: list[KeptTokens | None]) -> None:
     torch.manual_seed(0)
     module = Normalised().double()
     wrapped = filled(module)
     batch = batch_of(FORMS["right"])
     found = []
     for run in (wrapped, module):
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        with sdpa_kernel(SDPBackend.MATH):  # the only backend with a second derivative
             (g,) = torch.autograd.grad(run(*batch), module.words.weight, create_graph=True)
         found.append(torch.autograd.grad(g.square().sum(), module.score.weight)[0])
     torch.testing.assert_close(*found)
@@ -194,7 +194,7 @@ def test_a_second_derivative_takes_the_batch_alone(answers: list[KeptTokens | No
 # When
 
 
-def test_a_batch_that_saves_little_once_rounded_runs_as_it_is(answers: list[KeptTokens | None]) -> None:
+def test_a_batch_that_saves_little_after_rounding_runs_dense(answers: list[KeptTokens | None]) -> None:
     module = Bag()
     wrapped = ORTModule(module, cuda_graphs=True)
     for real in (449, 448, 385):  # of 512
@@ -214,7 +214,7 @@ def test_a_batch_that_saves_little_once_rounded_runs_as_it_is(answers: list[Kept
         (Attentive(False), {"cuda_graphs": False}, ""),
     ],
 )
-def test_where_nothing_is_recorded_nothing_is_rounded(
+def test_row_counts_are_rounded_only_if_programs_are_recorded(
     model: nn.Module, options: dict[str, Any], reason: str, answers: list[KeptTokens | None]
 ) -> None:
     wrapped = ORTModule(model, **{"cuda_graphs": True, "skip_padding": "always", **options})
@@ -232,7 +232,7 @@ def test_where_nothing_is_recorded_nothing_is_rounded(
 
 
 @pytest.mark.parametrize("model", [Bag(), Attentive(False), Attentive(True)], ids=str)
-def test_few_recordings_serve_many_batches(model: nn.Module, answers: list[KeptTokens | None], log: Recorders) -> None:  # noqa: F811
+def test_many_batches_need_few_recordings(model: nn.Module, answers: list[KeptTokens | None], log: Recorders) -> None:  # noqa: F811
     trained = Trained(filled(model.double(), rng="torch"), log)
     batches = [padded(seed) for seed in range(14)]
 
@@ -254,7 +254,7 @@ def test_few_recordings_serve_many_batches(model: nn.Module, answers: list[KeptT
     assert recorded > 6
 
 
-def test_many_sizes_are_hinted_at_once(log: Recorders, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_many_sizes_are_warned_of_once(log: Recorders, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
     model = ORTModule(nn.Linear(3, 3), cuda_graphs=True)
 
     def call(*sizes: int) -> int:
@@ -270,8 +270,8 @@ def test_many_sizes_are_hinted_at_once(log: Recorders, caplog: pytest.LogCapture
 
 
 @pytest.mark.gpu
-def test_a_gpu_plays_few_recordings_of_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward on sequences of random lengths, behind the one wait in a mode where waiting raises."""
+def test_packed_batches_need_few_recordings_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps on sequences of random lengths; after the one copy, in a mode in which synchronizing raises."""
     plays, play, kept_tokens = list[Recording](), Recording.run, PackingCheck.kept_tokens
 
     def counted(self: Recording, tensors: list[torch.Tensor]) -> Any:
@@ -302,11 +302,11 @@ def test_a_gpu_plays_few_recordings_of_packed_batches(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_by_each_play_what_eager_draws() -> None:
+def test_each_replay_samples_as_eager_on_gpu() -> None:
     eager = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.1)).cuda()
     model = ORTModule(copy.deepcopy(eager), rng="torch", cuda_graphs=True)
     x = torch.randn(64, 16, device="cuda")
-    for number in range(CALLS + 5):  # the warm-ups of a recording are among them
+    for number in range(CALLS + 5):  # includes the warm-ups of a recording
         found = []
         for run in (model, eager):
             torch.manual_seed(number)
@@ -317,8 +317,8 @@ def test_a_gpu_draws_by_each_play_what_eager_draws() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-def test_attention_that_reads_lengths_on_the_host_is_not_recorded(log: Recorders) -> None:  # noqa: F811
-    """In float32 a GPU runs one sequence after another."""
+def test_attention_that_reads_sequence_lengths_on_the_host_is_not_recorded(log: Recorders) -> None:  # noqa: F811
+    """In float32, a GPU runs one sequence at a time."""
     types = [TensorType(ir.DataType.FLOAT, ("t", 2, 16))] * 3 + [TensorType(ir.DataType.INT64, ("n",))]
     values = [ir.Value(name=f"x{i}") for i in range(len(types))]
     for value, kind in zip(values, types, strict=True):

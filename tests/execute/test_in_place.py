@@ -1,4 +1,4 @@
-"""Results are written over inputs only where nobody can see it."""
+"""A result overwrites an input only if nobody reads the input afterwards."""
 
 import copy
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def sources(module: ORTModule) -> str:
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_what_is_read_elsewhere_stays(name: str) -> None:
+def test_a_value_with_another_reader_is_not_overwritten(name: str) -> None:
     model = Model(SEEN[name])
     ours = ORTModule(model)
     for rows in (3, 5):
@@ -133,7 +133,7 @@ def test_what_is_read_elsewhere_stays(name: str) -> None:
             torch.testing.assert_close(ours(x), model(x))
 
 
-def test_what_nobody_reads_is_written_over() -> None:
+def test_a_value_after_its_last_use_is_overwritten() -> None:
     def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return ((x @ w).relu() @ w + 1).sigmoid() * 2
 
@@ -145,8 +145,8 @@ def test_what_nobody_reads_is_written_over() -> None:
     assert ".add_(" in sources(ours)
 
 
-def test_all_of_it_in_another_shape_is_written_over() -> None:
-    """As behind the products of GPT-2, whose rows are flat."""
+def test_a_reshaped_value_after_its_last_use_is_overwritten() -> None:
+    """As after the matmuls of GPT-2, which flatten rows."""
     model = Model(lambda x, w: (x @ w).view(-1, 5, 1).unsqueeze(0).relu().view(-1, 5))
     ours = ORTModule(model)
     x = torch.randn(3, 5, dtype=torch.float64)
@@ -154,7 +154,7 @@ def test_all_of_it_in_another_shape_is_written_over() -> None:
     assert ".relu_()" in sources(ours)
 
 
-def test_a_users_function_may_keep_what_it_gives() -> None:
+def test_a_custom_function_may_keep_its_result() -> None:
     kept: list[torch.Tensor] = []
 
     class Keeps(torch.autograd.Function):
@@ -176,7 +176,7 @@ def test_a_users_function_may_keep_what_it_gives() -> None:
 
 
 def real(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Those of a step: a module whose forward keeps one of a capture runs in PyTorch."""
+    """Keep the tensors of a step; a module whose forward keeps a tensor of the capture falls back."""
     return [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
 
 
@@ -217,7 +217,7 @@ READERS: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("user", USERS)
-def test_a_user_may_keep_what_it_takes_and_gives(user: str, name: str) -> None:
+def test_user_code_may_keep_its_arguments_and_results(user: str, name: str) -> None:
     model = Model(lambda x, w: READERS[name](USERS[user], x @ w))
     ours = ORTModule(model, fallback_policy="FALLBACK_DISABLE")
     x = torch.randn(3, 5, dtype=torch.float64)
@@ -229,7 +229,7 @@ def test_a_user_may_keep_what_it_takes_and_gives(user: str, name: str) -> None:
     torch.testing.assert_close(given, 2 * taken)
 
 
-def test_backward_does_not_write_over_what_forward_kept() -> None:
+def test_backward_does_not_overwrite_saved_tensors() -> None:
     model = Model(lambda x, w: (x @ w).cos())
     x = torch.randn(3, 5, dtype=torch.float64)
     results = []
@@ -253,8 +253,8 @@ def activated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[...,
 
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_gradients_of_activations_are_written_over_what_nobody_reads(name: str, dtype: torch.dtype) -> None:
-    """By the compiled kernel, which large tensors have as soon as it is there, and by PyTorch's."""
+def test_gradients_of_activations_overwrite_dead_values(name: str, dtype: torch.dtype) -> None:
+    """With the compiled kernel, which large tensors use once it is built, and with PyTorch's."""
     kernels.LIBRARY.wait()
     model = Model(activated(GRADIENTS[name])).to(dtype)
     ours, exact = ORTModule(model), copy.deepcopy(model).double()
@@ -270,8 +270,8 @@ def test_gradients_of_activations_are_written_over_what_nobody_reads(name: str, 
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_a_cotangent_that_others_hold_is_not_written_over(name: str) -> None:
-    """The caller's own; and one that another node of backward reads too."""
+def test_a_cotangent_with_another_reader_is_not_overwritten(name: str) -> None:
+    """The caller's own cotangent, and one that another node of backward reads."""
     model = Model(lambda x, w: GRADIENTS[name](x * w[0]))
     branched = Model(lambda x, w: GRADIENTS[name](x @ w) + (x @ w).cos() @ w)
     x, dy = torch.randn(8000, 5, dtype=torch.float64), torch.randn(8000, 5, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The choice between kernels: by a cost model, by times measured in running steps, and by what is on disk."""
+"""The choice of kernels: by a cost model, by times measured in running steps, and by times on disk."""
 
 import json
 import multiprocessing
@@ -32,7 +32,7 @@ from tests.machines import Describe
 # Times
 
 
-def test_sizes_are_rounded_up_to_two_digits() -> None:
+def test_sizes_are_rounded_up_to_two_binary_digits() -> None:
     assert [rounded(s) for s in (0, 1, 3, 5, 6, 7, 100, 128, 129, 2000, 2048)] == [
         0,
         1,
@@ -49,7 +49,7 @@ def test_sizes_are_rounded_up_to_two_digits() -> None:
 
 
 def answered(**seconds: float) -> Answer:
-    """An answer after as many calls as it takes, each of which took that long."""
+    """A settled answer; each call of a candidate took this many seconds."""
     answer = Answer("[8, 8]")
     names = tuple(seconds)
     for _ in range(100):
@@ -68,24 +68,24 @@ def test_the_fastest_is_chosen() -> None:
     assert {s.calls for s in answer.samples.values()} == {SAMPLES + 1}
 
 
-def test_the_expected_one_stays_where_the_difference_is_noise() -> None:
+def test_a_difference_within_noise_keeps_the_expected_kernel() -> None:
     assert answered(aten=2e-3, onednn=1.98e-3).choice == "aten"
 
 
-def test_a_hopeless_one_is_called_twice() -> None:
+def test_a_hopeless_candidate_is_called_twice() -> None:
     answer = answered(aten=1e-3, onednn=4e-3)
     assert answer.samples["onednn"].calls == 2
     assert answer.choice == "aten"
 
 
-def test_first_calls_do_not_count() -> None:
+def test_the_first_call_of_a_candidate_is_not_counted() -> None:
     answer = Answer("")
     for seconds in (9.0, 1e-3, 2e-3):
         answer.add("onednn", seconds)
     assert answer.samples["onednn"] == Samples(calls=3, clean=2, seconds=1e-3, at_least=1e-3)
 
 
-def test_what_has_to_come_first_is_prepared_when_the_others_are_measured() -> None:
+def test_a_candidate_is_compiled_after_the_others_are_measured() -> None:
     there: list[bool | None] = [False]
     prepared: list[str] = []
     lower = Kernel(lower=lambda n: Call(max))
@@ -108,7 +108,7 @@ def test_what_has_to_come_first_is_prepared_when_the_others_are_measured() -> No
     assert case.choice is lower
 
 
-def test_on_a_busy_machine_the_expected_one_stays_and_nothing_is_trusted() -> None:
+def test_a_busy_machine_keeps_the_expected_kernel_and_gives_no_clean_answer() -> None:
     answer = Answer("")
     while not answer.choice:
         name = answer.next(("aten", "onednn"))
@@ -121,7 +121,7 @@ def test_on_a_busy_machine_the_expected_one_stays_and_nothing_is_trusted() -> No
 
 
 def called(answer: Answer, count: int, waited: float) -> list[str]:
-    """What `answer` calls, where each call takes 1 ms, and threads wait so long of it."""
+    """The candidates that `answer` calls, if each call takes 1 ms, of which threads wait this long."""
     names = []
     for _ in range(count):
         names.append(answer.next(("aten", "onednn")))
@@ -129,7 +129,7 @@ def called(answer: Answer, count: int, waited: float) -> list[str]:
     return names
 
 
-def test_while_threads_wait_little_is_tried() -> None:
+def test_few_calls_are_trials_while_threads_wait_for_a_core() -> None:
     answer = Answer("")
     assert called(answer, 2, waited=0.0) == ["aten", "onednn"]
     busy = called(answer, 100, waited=0.5e-3)
@@ -137,7 +137,7 @@ def test_while_threads_wait_little_is_tried() -> None:
     assert called(answer, 3, waited=0.0)[1:] != ["aten", "aten"]
 
 
-def test_a_slow_one_is_dropped_though_the_machine_is_busy() -> None:
+def test_a_slow_candidate_is_dropped_on_a_busy_machine() -> None:
     answer = Answer("")
     for _ in range(SAMPLES + 1):
         answer.add("float32", 1e-3)
@@ -158,15 +158,15 @@ LINEAR = "onnxtrain::Linear() float"
     [
         ("1024x384 384x384 384", {"onednn"}),
         ("4096x384 384x384 384", {"onednn"}),
-        ("2048x384 384x384T 384", set()),  # lies otherwise
-        ("2048x384 1536x384 1536", {"onednn"}),  # one size is another in two places
-        ("1024x384 1536x384 1536", set()),  # two are
+        ("2048x384 384x384T 384", set()),  # other strides
+        ("2048x384 1536x384 1536", {"onednn"}),  # one size differs, in two places
+        ("1024x384 1536x384 1536", set()),  # two sizes differ
         ("64x384 384x384 384", set()),  # too far away
         ("0x384 384x384 384", set()),
         ("2048x384 384x384 -", set()),
     ],
 )
-def test_what_is_worse_at_one_size_is_not_tried_at_the_next(sizes: str, worse: set[str]) -> None:
+def test_a_candidate_that_is_slower_at_a_nearby_size_is_skipped(sizes: str, worse: set[str]) -> None:
     answers = {
         f"{LINEAR} 2048x384 384x384 384": answered(aten=1e-3, onednn=1.3e-3, convolution=1.02e-3),
         f"{LINEAR.replace('float', 'float16')} {sizes}": answered(aten=9e-3, onednn=1e-3),
@@ -174,10 +174,12 @@ def test_what_is_worse_at_one_size_is_not_tried_at_the_next(sizes: str, worse: s
     }
     names = ("aten", "onednn", "convolution", "another")
     assert worse_nearby(LINEAR, sizes, names, answers) == worse
-    assert worse_nearby(LINEAR, sizes, ("onednn", "another"), answers) == set()  # the best there has to be one of them
+    assert (
+        worse_nearby(LINEAR, sizes, ("onednn", "another"), answers) == set()
+    )  # the fastest there is no candidate here
 
 
-def test_the_nearest_sizes_count() -> None:
+def test_the_nearest_sizes_decide() -> None:
     answers = {
         f"{LINEAR} 512x8 8x8 8": answered(aten=1e-3, onednn=2e-3),
         f"{LINEAR} 1024x8 8x8 8": answered(aten=2e-3, onednn=1e-3),
@@ -202,7 +204,7 @@ def test_answers_outlive_the_process(file: pathlib.Path) -> None:
     assert found[1].samples["aten"].seconds == 2e-3
 
 
-def test_a_save_keeps_what_others_have_saved(file: pathlib.Path) -> None:
+def test_a_save_keeps_answers_of_other_processes(file: pathlib.Path) -> None:
     save(file, {"a": answered(aten=2e-3, onednn=1e-3)})
     save(file, {"b": answered(aten=1e-3, onednn=2e-3)})
     assert {key: answer.choice for key, answer in load(file).items()} == {"a": "onednn", "b": "aten"}
@@ -222,7 +224,7 @@ def test_a_save_keeps_what_others_have_saved(file: pathlib.Path) -> None:
         '{"machine": MACHINE, "answers": {"q": {"sizes": "", "choice": "onednn", "seconds": {"onednn": NaN}}}}',
     ],
 )
-def test_a_damaged_file_is_ignored_with_a_warning_and_made_again(file: pathlib.Path, damage: str) -> None:
+def test_a_damaged_file_is_ignored_with_a_warning_and_rewritten(file: pathlib.Path, damage: str) -> None:
     file.write_text(damage.replace("MACHINE", json.dumps(stored.setting())))
     with pytest.warns(UserWarning, match="ignored") as caught:
         assert load(file) == {}
@@ -233,7 +235,7 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_made_again(file: pathlib.P
 
 
 def test_each_machine_has_its_own_file(tmp_path: pathlib.Path, described_machine: Describe) -> None:
-    """Threads and the limits of ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA are other settings of one machine."""
+    """The number of threads, ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA make other settings of one machine."""
     found = []
     for facts in ({}, {"threads": 77}, {"vectors": "default"}, {"onednn_instructions": frozenset({"avx2"})}):
         described_machine("amx", **facts)
@@ -241,19 +243,19 @@ def test_each_machine_has_its_own_file(tmp_path: pathlib.Path, described_machine
     assert len(set(found)) == len(found)
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: pathlib.Path) -> None:
+def test_an_unwritable_folder_does_not_stop_training(tmp_path: pathlib.Path) -> None:
     (tmp_path / "taken").write_text("")
     save(file_of(tmp_path / "taken"), {"q": answered(aten=2e-3, onednn=1e-3)})
 
 
 def _save_many(file: pathlib.Path, name: str) -> None:
     for number in range(20):
-        stored._LOCK_SECONDS = 20  # here nothing may be left out
+        stored._LOCK_SECONDS = 20  # no save may be skipped here
         save(file, {f"{name}{number}": answered(aten=2e-3, onednn=1e-3)})
 
 
 @pytest.mark.everywhere
-def test_two_processes_lose_nothing(file: pathlib.Path) -> None:
+def test_two_processes_save_all_answers(file: pathlib.Path) -> None:
     context = multiprocessing.get_context("fork")
     both = [context.Process(target=_save_many, args=(file, name)) for name in "ab"]
     for process in both:
@@ -268,19 +270,19 @@ def test_two_processes_lose_nothing(file: pathlib.Path) -> None:
 
 
 @pytest.fixture
-def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def measure_everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    compiled_gemm.LIBRARY.wait()  # else nothing is settled before it is there
+    compiled_gemm.LIBRARY.wait()  # nothing is settled before it is built
     monkeypatch.setattr(trial, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(tuned_program, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(trial, "FAR_OFF", float("inf"))
-    monkeypatch.setattr(trial._THREADS, "seconds_since", lambda before: 0.0)  # this machine may be busy
+    monkeypatch.setattr(trial._THREADS, "seconds_since", lambda before: 0.0)  # as on an idle machine
     yield
     tuned_program._ANSWERS.clear()
 
 
 def taking(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
-    """Calls of each candidate count as so long, whatever this machine is busy with; of the others as 0.1 s."""
+    """Replace the measured times: these seconds for each named candidate, 0.1 s for the others."""
     add = Answer.add
     monkeypatch.setattr(Answer, "add", lambda self, name, *_: add(self, name, seconds.get(name, 0.1)))
 
@@ -295,7 +297,7 @@ class Net(torch.nn.Module):
 
 
 def steps(module: ORTModule, x: torch.Tensor, count: int) -> None:
-    """Steps, each of which is compared with eager PyTorch."""
+    """Run steps, each compared with eager PyTorch."""
     plain = module._torch_module if hasattr(module, "_torch_module") else module.module
     exact = Net().double()
     exact.load_state_dict(plain.state_dict())
@@ -320,9 +322,9 @@ def forward_of(module: ORTModule) -> Any:
 
 
 @pytest.mark.everywhere
-@pytest.mark.usefixtures("everything_is_worth_it")
+@pytest.mark.usefixtures("measure_everything")
 @pytest.mark.parametrize("slow", ["aten", "onednn"])
-def test_the_faster_kernel_is_found_and_kept(
+def test_the_faster_kernel_is_chosen_and_kept(
     slow: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taking(monkeypatch, **{"aten": 1e-3, "onednn": 1e-3, slow: 2e-3})
@@ -332,16 +334,16 @@ def test_the_faster_kernel_is_found_and_kept(
     chosen = {a.choice for q, a in load(file_of(tmp_path)).items() if "Linear" in q}
     assert chosen == {"onednn" if slow == "aten" else "aten"}
     assert ("onednn_gemm" in forward_of(module).source) == (slow == "aten")
-    with torch.profiler.profile() as profiled:  # sees what runs without it
+    with torch.profiler.profile() as profiled:  # shows the kernels that run without a profiler
         steps(module, x, 1)
     assert any("_linear_pointwise" in event.key for event in profiled.key_averages()) == (slow == "aten")
 
 
-@pytest.mark.usefixtures("everything_is_worth_it")
-def test_a_capture_on_another_thread_takes_no_kernel_away(
+@pytest.mark.usefixtures("measure_everything")
+def test_a_capture_on_another_thread_removes_no_candidate(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch switches oneDNN off for the whole process while it traces."""
+    """PyTorch disables oneDNN for the whole process while it traces."""
     variant = tuned_program.TunedProgram._variant
 
     def meanwhile(program: tuned_program.TunedProgram, kernels: Any) -> Any:
@@ -355,8 +357,8 @@ def test_a_capture_on_another_thread_takes_no_kernel_away(
     assert "onednn_gemm" in forward_of(module).source
 
 
-@pytest.mark.usefixtures("everything_is_worth_it")
-def test_a_settled_program_runs_without_asking(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("measure_everything")
+def test_a_settled_program_only_compares_shapes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taking(monkeypatch, aten=1e-3)
     module = ORTModule(Net(), cache_dir=tmp_path)
     x = torch.randn(4, 16)
@@ -367,17 +369,17 @@ def test_a_settled_program_runs_without_asking(tmp_path: pathlib.Path, monkeypat
     forward.namespace["other_shapes"] = lambda *call: (asked.append(call), other_shapes(*call))[1]
     steps(module, x, 3)
     assert not asked
-    steps(module, torch.randn(4096, 16), 2 * SAMPLES + 4)  # other sizes ask anew
+    steps(module, torch.randn(4096, 16), 2 * SAMPLES + 4)  # other sizes are measured
     assert asked
     asked.clear()
     steps(module, torch.randn(4096, 16), 2)
     assert not asked
-    steps(module, x, 2)  # known sizes: once, to compare with these from now on
+    steps(module, x, 2)  # settled sizes: once, then their shapes are the ones compared
     assert len(asked) == 1
 
 
-@pytest.mark.usefixtures("everything_is_worth_it")
-def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
+@pytest.mark.usefixtures("measure_everything")
+def test_with_tuning_off_earlier_answers_are_used_and_nothing_is_measured(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ORTModule(Net(), tuning=False, cache_dir=tmp_path)
@@ -394,8 +396,8 @@ def test_with_tuning_off_known_answers_count_and_nothing_is_measured(
     assert "onednn_gemm" in forward_of(again).source
 
 
-@pytest.mark.usefixtures("everything_is_worth_it")
-def test_the_longest_duration_ends_a_measurement(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("measure_everything")
+def test_the_time_limit_ends_a_measurement(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taking(monkeypatch)
     module = ORTModule(Net(), cache_dir=tmp_path, tuning=2)
     steps(module, torch.randn(3, 8, 16), 1)
@@ -404,9 +406,9 @@ def test_the_longest_duration_ends_a_measurement(tmp_path: pathlib.Path, monkeyp
 
 
 @pytest.mark.everywhere
-@pytest.mark.usefixtures("everything_is_worth_it")
+@pytest.mark.usefixtures("measure_everything")
 @pytest.mark.parametrize("why", ["rng", "deterministic"])
-def test_where_bits_count_the_cost_model_alone_decides(why: str, tmp_path: pathlib.Path) -> None:
+def test_the_cost_model_alone_decides_if_results_must_be_bitwise_equal(why: str, tmp_path: pathlib.Path) -> None:
     if why == "deterministic":
         torch.use_deterministic_algorithms(True)
     try:
@@ -421,7 +423,7 @@ def test_where_bits_count_the_cost_model_alone_decides(why: str, tmp_path: pathl
     assert not file_of(tmp_path).exists()
 
 
-def test_small_products_are_not_measured(tmp_path: pathlib.Path) -> None:
+def test_small_matmuls_are_not_measured(tmp_path: pathlib.Path) -> None:
     module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(8, 16), 3)
     assert tuned_program.answers_in(file_of(tmp_path)) == {}
@@ -434,9 +436,9 @@ def test_a_drained_list_keeps_no_tensor_alive() -> None:
     assert tensors == []
 
 
-@pytest.mark.usefixtures("everything_is_worth_it")
+@pytest.mark.usefixtures("measure_everything")
 @pytest.mark.parametrize("far_off", [1.5, 100.0])  # here oneDNN is expected to take six times as long
-def test_what_is_expected_to_be_far_off_is_not_tried(
+def test_a_candidate_that_is_expected_to_be_far_slower_is_not_tried(
     far_off: float, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "FAR_OFF", far_off)
@@ -445,9 +447,9 @@ def test_what_is_expected_to_be_far_off_is_not_tried(
     assert ("onednn" in tried) == (far_off > 6)
 
 
-@pytest.mark.usefixtures("everything_is_worth_it")
+@pytest.mark.usefixtures("measure_everything")
 @pytest.mark.parametrize("looks", [True, False])
-def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
+def test_a_program_skips_candidates_that_are_slower_at_nearby_sizes(
     looks: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not looks:
@@ -463,7 +465,7 @@ def test_a_program_tries_nothing_that_is_worse_at_sizes_nearby(
     assert (set(answers) == asked) == looks
 
 
-@pytest.mark.usefixtures("everything_is_worth_it")
+@pytest.mark.usefixtures("measure_everything")
 def test_the_first_step_tries_nothing(tmp_path: pathlib.Path) -> None:
     module = ORTModule(Net(), cache_dir=tmp_path)
     steps(module, torch.randn(64, 16), 1)
@@ -473,7 +475,7 @@ def test_the_first_step_tries_nothing(tmp_path: pathlib.Path) -> None:
     assert answers
 
 
-def test_expected_shapes_have_a_number_for_every_size() -> None:
+def test_expected_shapes_are_integers() -> None:
     case = OpCase("onnxtrain", "Linear", (Spec("b s k"), Spec("n k")), torch.nn.functional.linear)
     (node,) = CaseCheck(case, torch.float32).model.graph
     assert expected.expected_shapes(node) == ((32, 32, 32), (32, 32))
@@ -482,7 +484,9 @@ def test_expected_shapes_have_a_number_for_every_size() -> None:
 # The command
 
 
-def test_the_command_measures_shows_and_forgets(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tune_command_measures_shows_and_forgets(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = ["--folder", str(tmp_path)]
     assert cli.main(["tune", *folder]) == 0
     assert "nothing measured yet" in capsys.readouterr().out
@@ -499,7 +503,7 @@ def test_the_command_measures_shows_and_forgets(tmp_path: pathlib.Path, capsys: 
     assert load(file_of(tmp_path)) == {}
 
 
-def test_the_command_measures_whatever_is_known_at_other_sizes(
+def test_the_tune_command_ignores_answers_at_nearby_sizes(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = "onnxtrain::Linear() float 512x128 256x128 256"
@@ -513,13 +517,13 @@ def test_the_command_measures_whatever_is_known_at_other_sizes(
 
 
 @pytest.mark.parametrize("text", ["12", "0x4x4", "axbxc", "1x2x3x4"])
-def test_the_command_says_what_sizes_look_like(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tune_command_explains_the_format_of_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--shapes", text]) == cli.USAGE
     assert "ROWSxINPUTSxOUTPUTS" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/schedstat").exists(), reason="only Linux says how long threads wait")
-def test_waiting_for_a_core_is_seen() -> None:
+def test_time_spent_waiting_for_a_core_is_counted() -> None:
     threads = trial._Threads()
     cores = sorted(os.sched_getaffinity(0))
     try:
@@ -538,7 +542,7 @@ def test_waiting_for_a_core_is_seen() -> None:
     assert threads.seconds_since(before) > 0.0
 
 
-def test_threads_that_end_are_no_waiting() -> None:
+def test_ended_threads_do_not_count_as_waiting() -> None:
     threads = trial._Threads()
     gate = threading.Event()
     other = threading.Thread(target=gate.wait)
@@ -550,7 +554,7 @@ def test_threads_that_end_are_no_waiting() -> None:
     assert threads.seconds_since(threads.seconds_waited()) >= 0.0
 
 
-def test_threads_that_ask_at_once_close_no_file_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_close_no_file_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_LIST_SECONDS", -1.0)  # the files are opened each time
     open_now: set[int] = set()
     twice: list[int] = []

@@ -1,4 +1,4 @@
-"""What each described machine's facts decide: which kernel is expected to be fastest, and which is compiled.
+"""The decisions that follow from a machine's facts: which kernel is expected to be fastest, and which is compiled.
 
 What is expected of a choice follows from the facts, and from no machine that runs the tests.
 """
@@ -50,7 +50,7 @@ def prefers_onednn(machine: Machine) -> bool:
 
 
 def seconds_of(case: OpCase, dtype: torch.dtype, *shapes: tuple[int, ...]) -> dict[str, float]:
-    """What each candidate is expected to take on the current machine."""
+    """The expected seconds of each candidate on the current machine."""
     check = CaseCheck(case, dtype)
     (node,) = check.model.graph
     view = check.definition.view(node)
@@ -106,7 +106,7 @@ def test_narrow_convolution(name: str, described_machine: Describe) -> None:
 
 @every_machine
 def test_weight_gradient(name: str, described_machine: Describe) -> None:
-    """By convolution it takes 3.4 times as long as by MKL on an EPYC without AVX-512: there it is no candidate."""
+    """A convolution takes 3.4 times as long as MKL on an EPYC without AVX-512, where it is no candidate."""
     machine = described_machine(name)
     found = weight_gradient_seconds(2048)
     assert ("convolution" in found) == has_avx512(machine)
@@ -133,7 +133,7 @@ def test_reduced_precision_and_switched_off_libraries_are_left_to_pytorch(descri
 
 @every_machine
 def test_chosen_kernel_of_a_graph(name: str, described_machine: Describe) -> None:
-    """A size that is not known counts as moderately large: 1024 rows here."""
+    """A dynamic size counts as moderately large: 1024 rows here."""
     machine = described_machine(name, threads=2)
     case = OpCase("onnxtrain", "Linear", (Spec("b l 512"), Spec("512 512"), Spec("512")), torch.nn.functional.linear)
     (node,) = CaseCheck(case, torch.float32).model.graph
@@ -261,7 +261,7 @@ def test_facts_of_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts._code_target(told) != facts._code_target({**told, "CPU part": "0xd0c"})
 
 
-def test_facts_where_linux_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_without_cpuinfo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"neon": True, "avx2": False, "l2": 1}, raising=False)
     assert facts._instructions({}) == {"neon"}
     monkeypatch.setattr(facts.platform, "processor", lambda: "arm")
@@ -269,7 +269,7 @@ def test_facts_where_linux_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.everywhere
-def test_threads_are_the_present_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_machine_has_the_present_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_machine", REAL)
     before = torch.get_num_threads()
     try:

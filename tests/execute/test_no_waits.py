@@ -1,4 +1,4 @@
-"""What may be recorded on a GPU moves no element from or to the host: kernels of a GPU on tensors without elements."""
+"""Programs that may be recorded copy no element between GPU and host: GPU kernels run on meta tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAST = {"cases_attention", "cases_index", "cases_loss", "cases_norm", "cases_ran
 
 
 class Copies(TorchDispatchMode):
-    """Refuses copies between devices. To read an element of a tensor without elements raises by itself."""
+    """Refuses copies between devices. Reading an element of a meta tensor raises by itself."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -41,7 +41,7 @@ class Copies(TorchDispatchMode):
 
 
 class Numbers(TorchFunctionMode):
-    """Refuses tensors made of Python numbers elsewhere than on the host, for which there is no operator to see."""
+    """Refuses tensors made of Python scalars on a device: no operator of theirs is dispatched."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,12 +52,12 @@ class Numbers(TorchFunctionMode):
 
 
 def run(part: Part, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> Any:
-    """Tensors and sizes that a GPU's program gives; None where it would not be recorded."""
+    """The tensors and sizes that a GPU program returns; None if it would not be recorded."""
     if RECORDINGS.refusal(part) is not None:
         return None
     program = Program(part, "without elements", META, lambda node, _: expected_kernel(node, "cuda"))
     given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
-    program.run(list(given), sizes)  # warms up: what kernels keep for all calls is there now
+    program.run(list(given), sizes)  # warm-up: kernels have cached their constants now
     with Copies(), Numbers():
         return program.run(given, sizes)
 
@@ -79,7 +79,7 @@ def run_case(case: OpCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(FAMILIES)]
 )
-def test_kernels_of_a_gpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordable_gpu_kernels_copy_nothing_to_or_from_the_host(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     for case in importlib.import_module(f"tests.ops.{family}").CASES:
         run_case(case, torch.float32)

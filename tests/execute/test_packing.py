@@ -1,4 +1,4 @@
-"""What is asked of a batch comes over from its device in one copy."""
+"""A batch is checked for padding with one copy from its device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _WAIT = {torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.item, torch.Tensor.toli
          torch.Tensor.__bool__, torch.Tensor.__int__, torch.nonzero}  # fmt: skip
 
 
-class Far(torch.Tensor):
-    """A tensor that says it is on another device; counts what would wait for it."""
+class DeviceTensor(torch.Tensor):
+    """A tensor that reports another device; records calls that would wait for it."""
 
     waits: list[str] = []  # noqa: RUF012  # shared by all
 
@@ -41,12 +41,12 @@ class Far(torch.Tensor):
 
 @pytest.fixture
 def waits() -> list[str]:
-    Far.waits.clear()
-    return Far.waits
+    DeviceTensor.waits.clear()
+    return DeviceTensor.waits
 
 
-def test_tensors_of_all_types_come_in_one_copy(waits: list[str]) -> None:
-    given = [
+def test_tensors_of_all_types_are_copied_to_the_host_at_once(waits: list[str]) -> None:
+    originals = [
         torch.tensor([[True, False, True]]),
         torch.arange(6, dtype=torch.int32).view(2, 3).t(),
         torch.tensor(-5),
@@ -55,45 +55,45 @@ def test_tensors_of_all_types_come_in_one_copy(waits: list[str]) -> None:
         torch.arange(-2, 2, dtype=torch.int64),
         torch.arange(3, dtype=torch.int16)[None],
     ]
-    found = copied_to_host([t.as_subclass(Far) for t in given])
+    copies = copied_to_host([t.as_subclass(DeviceTensor) for t in originals])
     assert waits == ["cpu"]
-    for copy, right in zip(found, given, strict=True):
+    for copy, original in zip(copies, originals, strict=True):
         assert type(copy) is torch.Tensor
-        assert copy.dtype == right.dtype
-        assert torch.equal(copy, right)
+        assert copy.dtype == original.dtype
+        assert torch.equal(copy, original)
 
 
-def test_of_floating_tensors_only_sizes_come(waits: list[str]) -> None:
-    here = torch.ones(2)
-    far, same = copied_to_host([torch.ones(4, 5, dtype=torch.float16).as_subclass(Far), here])
-    assert (far.shape, far.dtype, far.device.type) == ((4, 5), torch.float16, "cpu")
-    assert same is here
+def test_floating_tensors_are_not_copied_to_the_host(waits: list[str]) -> None:
+    on_host = torch.ones(2)
+    shaped, same = copied_to_host([torch.ones(4, 5, dtype=torch.float16).as_subclass(DeviceTensor), on_host])
+    assert (shaped.shape, shaped.dtype, shaped.device.type) == ((4, 5), torch.float16, "cpu")
+    assert same is on_host
     assert not waits
 
 
 @pytest.mark.parametrize("head", ["mean", "labels"])
-def test_a_batch_is_asked_with_one_copy(head: str, waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_checked_with_one_copy(head: str, waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[tuple[KeptTokens | None, KeptTokens | None]] = []
     kept_tokens = PackingCheck.kept_tokens
 
-    def asked(self: PackingCheck, tensors: Sequence[torch.Tensor], batch: int, steps: int) -> KeptTokens | None:
+    def recording(self: PackingCheck, tensors: Sequence[torch.Tensor], batch: int, steps: int) -> KeptTokens | None:
         kept = kept_tokens(self, tensors, batch, steps)
-        answers.append((kept, kept_tokens(self, [t.as_subclass(Far) for t in tensors], batch, steps)))
+        answers.append((kept, kept_tokens(self, [t.as_subclass(DeviceTensor) for t in tensors], batch, steps)))
         return kept
 
-    monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
+    monkeypatch.setattr(PackingCheck, "kept_tokens", recording)
     torch.manual_seed(0)
     ORTModule(Encoder(bool_mask, head=head), skip_padding="always")(*batch_of(FORMS["right"]))
-    ((kept, far),) = answers
+    ((kept, on_device),) = answers
     assert kept is not None
-    assert far is not None
-    assert far.rows.shape == kept.rows.shape
-    assert far.causal == kept.causal
+    assert on_device is not None
+    assert on_device.rows.shape == kept.rows.shape
+    assert on_device.causal == kept.causal
     assert waits == ["cpu"]
 
 
 class OnGpu(nn.Module):
-    """Heads of 8 elements, which flash attention takes."""
+    """Attention with heads of 8 elements, which flash attention supports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class OnGpu(nn.Module):
 
 @pytest.mark.gpu
 def test_a_step_waits_for_the_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the one copy the step runs in a mode where waiting raises."""
+    """After the one copy, the step runs in a mode in which synchronizing raises."""
     torch.manual_seed(0)
     words = (torch.randint(1, WORDS, (3, 6)) * torch.tensor(FORMS["right"])).cuda()
     wrapped = ORTModule(OnGpu().cuda().bfloat16(), skip_padding="always")
@@ -115,16 +115,16 @@ def test_a_step_waits_for_the_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int | None] = []
     kept_tokens = PackingCheck.kept_tokens
 
-    def asked(self: PackingCheck, *arguments: Any) -> KeptTokens | None:
+    def recording(self: PackingCheck, *arguments: Any) -> KeptTokens | None:
         torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             kept = kept_tokens(self, *arguments)
         torch.cuda.set_sync_debug_mode("error")
-        waits.append(None if kept is None else sum("synchroniz" in str(w.message) for w in found))
+        waits.append(None if kept is None else sum("synchroniz" in str(w.message) for w in caught))
         return kept
 
-    monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
+    monkeypatch.setattr(PackingCheck, "kept_tokens", recording)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -135,7 +135,7 @@ def test_a_step_waits_for_the_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("how", "flash", "waits"), [(None, True, False), (None, False, True), ("added", True, True)])
-def test_attention_that_asks_a_gpu_for_lengths_is_not_packed(
+def test_attention_that_would_wait_for_lengths_is_not_packed(
     how: str | None, flash: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[PackingPlan | None] = []

@@ -31,7 +31,7 @@ def program() -> Program:
     return forward
 
 
-def test_a_line_names_its_module_and_the_users_line(program: Program) -> None:
+def test_a_line_names_its_module_and_source_location(program: Program) -> None:
     lines = program.source.splitlines()
     linear = next(line for line in lines if "linear" in line and "=" in line)
     assert "encoder" in linear
@@ -59,7 +59,7 @@ def test_a_profiler_sees_each_node(program: Program) -> None:
     assert "Linear encoder" in names
 
 
-def test_tensors_are_dropped_after_their_last_use(program: Program) -> None:
+def test_tensors_are_freed_after_their_last_use(program: Program) -> None:
     lines = [line.strip() for line in program.source.splitlines()]
     linear = next(line.split(" = ")[0] for line in lines if line.startswith("linear"))
     assert any(line.startswith("del ") and linear in line for line in lines)

@@ -1,7 +1,6 @@
-"""Programs that are recorded and played again: what is so on a GPU, by a recorder that runs on a CPU.
+"""Programs that are recorded and replayed, as on a GPU, by a recorder that runs on a CPU.
 
-It computes into the memory of the recorded results, so that a tensor which left a recording without being copied shows
-as wrong numbers.
+A replay computes into the memory of the recorded results: a tensor that was returned without a copy gets wrong values.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Recorders:
         self.error: Exception | None = None
 
     def poison(self) -> None:
-        """Fills all that recordings hold for themselves: NaN in floating-point numbers, -1 in integers."""
+        """Fill the private memory of recordings: floating-point elements with NaN, integers with -1."""
         for program in self.programs:
             for recording in program.entries.values():
                 if isinstance(recording, Recording):
@@ -61,7 +60,7 @@ class Recorders:
                         buffer.untyped_storage().fill_(255)
 
     def since(self) -> tuple[int, int]:
-        """What was recorded and played since this was asked last."""
+        """The numbers of recordings and replays since the last call."""
         found = self.records, self.plays
         self.records = self.plays = 0
         return found
@@ -125,7 +124,7 @@ def everything() -> Iterator[Recorders]:
 
 @pytest.fixture
 def log(everything: Recorders, monkeypatch: pytest.MonkeyPatch) -> Recorders:
-    """As if nothing had been called and said yet."""
+    """Forget all calls and warnings."""
     monkeypatch.setattr("onnxtrain.log._logged", set())
     for program in everything.programs:
         program.entries.clear()
@@ -135,7 +134,7 @@ def log(everything: Recorders, monkeypatch: pytest.MonkeyPatch) -> Recorders:
 
 
 class Network(nn.Module):
-    """Results that share memory, one that is an input's, a buffer that forward writes, and sizes in the arithmetic."""
+    """Results that share memory, a result that shares an input's, a mutated buffer, and arithmetic on sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,14 +152,14 @@ class Network(nn.Module):
 
 
 class Trained:
-    """A module under test, with what its state was when the test began."""
+    """A module under test, and its state when the test began."""
 
     def __init__(self, model: nn.Module, log: Recorders) -> None:
         self.model, self.log = model, log
         self.start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def both(self, scenario: Callable[[nn.Module], Sequence[torch.Tensor]]) -> None:
-        """Runs a scenario by the ordinary programs, and from the same state with recordings: not a bit may differ."""
+        """Run a scenario with the ordinary programs, and again with recordings: results must be bitwise equal."""
         ways = []
         for busy in (True, False):
             with torch.no_grad():
@@ -203,7 +202,7 @@ def forward(model: nn.Module, seed: int = 0, rows: int = 3, length: int = 4) -> 
 
 
 def step(model: nn.Module, seed: int = 0, rows: int = 3, length: int = 4) -> list[torch.Tensor]:
-    """Forward and backward; results and the gradient of the input. Those of the parameters add up."""
+    """Run forward and backward; returns the results and the input's gradient. Those of parameters accumulate."""
     y, flat, turned, loss, x = forward(model, seed, rows, length)
     ((y * flat.reshape(y.shape).detach() + turned.transpose(0, 1)[..., :5]).sum() + loss).backward()
     assert x.grad is not None
@@ -213,13 +212,13 @@ def step(model: nn.Module, seed: int = 0, rows: int = 3, length: int = 4) -> lis
 def small_step(model: nn.Module, seed: int = 0, rows: int = 3) -> list[torch.Tensor]:
     x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
     y = model(x)
-    y.sum().backward()  # with a cotangent that is expanded
+    y.sum().backward()  # with an expanded cotangent
     assert x.grad is not None
     return [y, x.grad]
 
 
 def test_training_is_the_same(network: Trained, log: Recorders) -> None:
-    """New inputs, gradients that add up, parameters and buffers that change in place; kept results stay as they are."""
+    """New inputs, accumulated gradients, parameters and buffers that change in place; kept results stay unchanged."""
 
     def train(model: nn.Module) -> list[torch.Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -254,7 +253,7 @@ def test_two_forwards_before_their_backwards(network: Trained, log: Recorders) -
     assert log.since() == (2, 7)
 
 
-def test_results_that_share_memory_still_do(network: Trained, log: Recorders) -> None:
+def test_results_that_share_memory_share_it_with_recordings(network: Trained, log: Recorders) -> None:
     def change(model: nn.Module) -> list[torch.Tensor]:
         for _ in range(CALLS + 1):
             y, flat, turned, _, x = forward(model)
@@ -273,8 +272,8 @@ class Shared(nn.Module):
         return y, y.view(-1)
 
 
-def test_what_was_no_view_is_none(log: Recorders) -> None:
-    """Autograd refuses in-place changes of views that a function made."""
+def test_results_that_are_no_views_may_be_changed_in_place(log: Recorders) -> None:
+    """Autograd refuses in-place changes of views returned by an autograd function."""
 
     def results(model: nn.Module) -> list[torch.Tensor]:
         for _ in range(CALLS + 1):
@@ -286,8 +285,8 @@ def test_what_was_no_view_is_none(log: Recorders) -> None:
     assert log.since() == (1, 1)
 
 
-def test_what_backward_reads_may_not_change_in_between(network: Trained, log: Recorders) -> None:
-    """Also where the change would not reach what the recording kept: as in eager."""
+def test_changing_a_saved_tensor_is_refused_as_in_eager(network: Trained, log: Recorders) -> None:
+    """Also if the change would not affect the memory of the recording."""
     for _ in range(CALLS + 1):
         step(network.model)
     y, _, _, loss, _ = forward(network.model)
@@ -303,7 +302,7 @@ def test_what_backward_reads_may_not_change_in_between(network: Trained, log: Re
     assert log.since() == (2, 4)
 
 
-def test_a_parameter_that_moves_is_read_where_it_lies_then(log: Recorders) -> None:
+def test_a_moved_parameter_is_read_at_its_new_address(log: Recorders) -> None:
     trained = small(log)
     model = trained.model
     for _ in range(CALLS + 1):
@@ -343,7 +342,7 @@ def test_each_set_of_sizes_has_its_recording(network: Trained, log: Recorders) -
     assert log.settled == 0
 
 
-def test_the_least_recently_used_goes(log: Recorders) -> None:
+def test_the_least_recently_used_recording_is_dropped(log: Recorders) -> None:
     model = small(log).model.eval()
 
     def call(rows: int) -> None:
@@ -385,7 +384,7 @@ def test_sizes_of_zero_and_one(log: Recorders) -> None:
 
 
 class Summed(nn.Module):
-    """Its backward takes a size that no argument tells; a gradient is a view of a cotangent; a result lies in gaps."""
+    """Its backward takes a size that no argument has; a gradient is a view of a cotangent; a result has gaps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,10 +410,12 @@ def test_sizes_and_views_of_backward(log: Recorders, result: int) -> None:
         return found
 
     trained.both(gradients)
-    assert log.since()[0] == 2 + 4  # forward of two sizes; backward of two, from cotangents that lie in two ways
+    assert (
+        log.since()[0] == 2 + 4
+    )  # forward at two sizes; backward at two sizes, with cotangents of two stride patterns
 
 
-def test_gradients_that_are_handed_over_early(log: Recorders) -> None:
+def test_early_gradients(log: Recorders) -> None:
     trained = small(log, early_gradients=True)
     trained.both(lambda model: [t for number in range(CALLS + 2) for t in small_step(model, number)])
     records, plays = log.since()
@@ -422,7 +423,7 @@ def test_gradients_that_are_handed_over_early(log: Recorders) -> None:
     assert plays == 2 * records
 
 
-def test_blocks_of_one_graph_have_recordings_of_their_own(log: Recorders) -> None:
+def test_blocks_of_one_graph_have_their_own_recordings(log: Recorders) -> None:
     torch.manual_seed(1)
     blocks = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
     module = nn.Sequential(nn.Sequential(*blocks)).double()
@@ -431,7 +432,7 @@ def test_blocks_of_one_graph_have_recordings_of_their_own(log: Recorders) -> Non
     assert log.since() == (6, 12)
 
 
-def test_threads_take_turns(log: Recorders) -> None:
+def test_replays_of_several_threads_are_exclusive(log: Recorders) -> None:
     model = small(log).model
     batches = [torch.full((3, 4), float(seed), dtype=torch.float64) for seed in range(4)]
     log.busy = True
@@ -446,7 +447,7 @@ def test_threads_take_turns(log: Recorders) -> None:
     assert log.since() == (1, 4 * 20 - CALLS)
 
 
-def test_nothing_is_played_where_the_caller_records_or_profiles(log: Recorders) -> None:
+def test_nothing_is_replayed_while_the_caller_records_or_profiles(log: Recorders) -> None:
     model = small(log).model
     for _ in range(CALLS + 1):
         small_step(model)
@@ -462,7 +463,7 @@ def test_nothing_is_played_where_the_caller_records_or_profiles(log: Recorders) 
     assert log.since() == (0, 2)
 
 
-def test_a_recorder_that_fails_leaves_the_ordinary_program(log: Recorders, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_recorder_leaves_the_ordinary_program(log: Recorders, caplog: pytest.LogCaptureFixture) -> None:
     trained = small(log)
     log.error = RuntimeError("operation not permitted when stream is capturing\nmore")
     trained.both(lambda model: [t for number in range(2 * CALLS + 3) for t in small_step(model, number)])
@@ -476,7 +477,7 @@ class Dropped(nn.Module):
         return nn.functional.dropout(x * 2, 0.5)
 
 
-def test_random_numbers_are_drawn_by_each_play(log: Recorders) -> None:
+def test_each_replay_samples_anew(log: Recorders) -> None:
     trained = Trained(ORTModule(Dropped().double(), rng="torch", cuda_graphs=True), log)
 
     def masks(model: nn.Module) -> list[torch.Tensor]:
@@ -534,7 +535,7 @@ def report_of(model: nn.Module) -> CompileReport:
         (nn.Linear(3, 3), {"memory_budget_bytes": 10**6}, "which memory_budget_bytes does not count"),
     ],
 )
-def test_refusals_are_reported_and_said(
+def test_refusals_are_in_the_report_and_the_log(
     log: Recorders, caplog: pytest.LogCaptureFixture, module: nn.Module, options: dict[str, Any], reason: str
 ) -> None:
     model = ORTModule(module, rng="torch", cuda_graphs=True, **options)
@@ -547,7 +548,7 @@ def test_refusals_are_reported_and_said(
     assert reason in said
 
 
-def test_numbers_that_the_host_reads_are_refused(log: Recorders) -> None:
+def test_values_that_the_host_reads_are_refused(log: Recorders) -> None:
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["": 21]>
         expand (float[N] x, int64[1] n) => (float[M] y) { m = Add(n, n) y = Expand(x, m) }"""
@@ -559,7 +560,7 @@ def test_numbers_that_the_host_reads_are_refused(log: Recorders) -> None:
 
 
 def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
-    """Here the recorder's device is the other one: a recording would hold the number of a tensor on the CPU."""
+    """Here the recorder's device differs: a recording would contain the value of a CPU tensor."""
     model = small(log).model
     log.busy = True
     small_step(model)
@@ -571,7 +572,7 @@ def test_tensors_of_another_device_are_refused(log: Recorders) -> None:
         Recording(program.part, program.run, elsewhere, tensors, (), ())
 
 
-def test_without_a_gpu_the_option_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_option_warns_without_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("onnxtrain.execute.cuda_recorder.recorder_for", recorder_for)
     monkeypatch.setattr("onnxtrain.log._logged", set())
     ORTModule(nn.Linear(2, 2), cuda_graphs=True)(torch.ones(1, 2))
@@ -586,7 +587,9 @@ def test_without_a_gpu_the_option_says_so(monkeypatch: pytest.MonkeyPatch, caplo
         (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), (7, 32)),
     ],
 )
-def test_a_gpu_trains_as_eager_does(module: nn.Module, shape: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_a_gpu_equals_eager(
+    module: nn.Module, shape: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On two streams, and at two sizes."""
     play, plays = Recording.run, list[Recording]()
 

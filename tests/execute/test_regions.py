@@ -1,4 +1,4 @@
-"""Fused regions: which nodes join, that results stay, who swaps what when. No compiler runs."""
+"""Fused regions: which nodes are fused, that results stay the same, when kernels replace nodes. No compiler runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_is_one_region(kind: str) -> None:
+def test_each_pattern_is_one_region(kind: str) -> None:
     part = part_of(*KINDS[kind])
     _, (region,) = regions_of(part)
     tensor_nodes = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
@@ -68,11 +68,11 @@ def test_each_kind_is_one_region(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_all_floating_types_join(dtype: torch.dtype) -> None:
+def test_all_floating_types_are_fused(dtype: torch.dtype) -> None:
     assert names(regions_of(part_of(*KINDS["silu * up"], dtype))[1]) == ["QuickGelu + Mul"]
 
 
-def test_only_measured_kinds_gain() -> None:
+def test_only_measured_patterns_gain() -> None:
     assert {kind for kind, made in KINDS.items() if regions_of(part_of(*made))[1][0].gains} == {
         "silu * up",
         "silu * up, backward",
@@ -81,7 +81,7 @@ def test_only_measured_kinds_gain() -> None:
     }
 
 
-def test_a_norm_without_a_neighbour_is_left_to_its_own_kernel() -> None:
+def test_a_lone_norm_keeps_its_own_kernel() -> None:
     def norm(op: Builder, x: ir.Value, scale: ir.Value) -> ir.Value:
         return op.ms.SimplifiedLayerNormalization(x, scale, axis=-1, epsilon=1e-6)[0]
 
@@ -90,7 +90,7 @@ def test_a_norm_without_a_neighbour_is_left_to_its_own_kernel() -> None:
     assert not region.gains
 
 
-def test_what_would_make_a_cycle_stays_apart() -> None:
+def test_nodes_that_would_form_a_cycle_are_not_fused() -> None:
     def around(op: Builder, x: ir.Value, w: ir.Value) -> ir.Value:
         y = op.Exp(x)
         return op.Add(y, op.MatMul(y, w))
@@ -99,23 +99,23 @@ def test_what_would_make_a_cycle_stays_apart() -> None:
 
 
 def apart(op: Builder, x: ir.Value, w: ir.Value, wide: ir.Value) -> ir.Value:
-    """Both operators of the gate write over what they read, and a product stands between them."""
+    """Both ops of the gate run in place, and a matmul is between them."""
     silu = op.ms.QuickGelu(op.MatMul(x, w), alpha=1.0)
     return op.MatMul(op.Mul(silu, op.MatMul(x, op.Transpose(w, perm=[1, 0]))), wide)
 
 
-def test_nodes_move_together_past_others() -> None:
+def test_nodes_are_reordered_to_be_adjacent() -> None:
     part, regions = regions_of(part_of(apart, ["b 8", "8 8", "8 64"]))
     assert names(regions) == ["QuickGelu + Mul"]
     assert [n.op_type for n in part.nodes] == ["MatMul", "Transpose", "MatMul", "QuickGelu", "Mul", "MatMul"]
 
 
 def test_a_region_that_holds_more_memory_is_refused() -> None:
-    """One call holds both inputs until its output is there: here that is the peak, above it is the wide product."""
+    """One call holds both inputs until its output exists, which would be the peak here instead of the wide matmul."""
     assert regions_of(part_of(apart, ["b 8", "8 8", "8 1"]))[1] == ()
 
 
-def test_views_random_draws_and_integers_stay_outside() -> None:
+def test_views_sampling_and_integers_are_not_fused() -> None:
     def mixed(op: Builder, x: ir.Value) -> ir.Value:
         halves = op.Mul(op.Reshape(op.Exp(x), op.constant([-1], ir.DataType.INT64)), op.scalar(0.5, like=x))
         dropped = op.Dropout(op.Exp(halves), op.scalar(0.5, ir.DataType.FLOAT), op.scalar(True, ir.DataType.BOOL))[0]
@@ -125,14 +125,14 @@ def test_views_random_draws_and_integers_stay_outside() -> None:
     assert names(regions) == ["Mul + Exp"]
 
 
-def test_other_shapes_are_other_regions() -> None:
+def test_different_shapes_are_different_regions() -> None:
     def two(op: Builder, x: ir.Value, y: ir.Value) -> tuple[ir.Value, ...]:
         return op.Exp(op.Exp(x)), op.Exp(op.Exp(y))
 
     assert names(regions_of(part_of(two, ["b 8", "s 8"]))[1]) == ["Exp + Exp"] * 2
 
 
-def test_what_is_in_no_region_says_why() -> None:
+def test_unfused_nodes_have_a_reason() -> None:
     def mixed(op: Builder, x: ir.Value, other: ir.Value) -> tuple[ir.Value, ...]:
         rounded = op.Neg(op.Cast(x, to=ir.DataType.INT64))
         return rounded, op.Exp(x), op.Exp(other), apart(op, x, other, op.Transpose(other, perm=[1, 0]))
@@ -151,7 +151,7 @@ def test_what_is_in_no_region_says_why() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_region_is_written_down_whole(kind: str, tmp_path: Path) -> None:
+def test_a_request_contains_the_whole_region(kind: str, tmp_path: Path) -> None:
     region = regions_of(part_of(*KINDS[kind]))[1][0]
     RegionCall(region.part, nodes_as_kernel(written(tmp_path, region.part)), CPU)  # checks the kernel
 
@@ -168,7 +168,7 @@ def test_equal_regions_of_two_layers_are_compiled_once() -> None:
     assert Request(third.part, shapes, CPU).key == Request(second.part, [[9, 8], [9, 8]], CPU).key
 
 
-def test_a_kernel_that_is_wrong_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_kernel_is_refused(tmp_path: Path) -> None:
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     good = nodes_as_kernel(written(tmp_path, part))
     wrong: dict[str, Any] = {
@@ -181,8 +181,8 @@ def test_a_kernel_that_is_wrong_is_refused(tmp_path: Path) -> None:
             RegionCall(part, kernel, CPU)
 
 
-def test_a_kernel_that_is_wrong_at_other_sizes_is_refused(tmp_path: Path) -> None:
-    """Loops over whole vectors may be wrong, where those over the rest are right. The process that compiles looks."""
+def test_a_kernel_that_is_wrong_at_typical_sizes_is_refused(tmp_path: Path) -> None:
+    """A loop over full vectors may be wrong while the remainder is right: the child process checks that."""
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     good = nodes_as_kernel(written(tmp_path, part))
     call = RegionCall(part, lambda tensors: [good(tensors)[0] * (1 + (tensors[0].numel() > 99))], CPU)
@@ -195,7 +195,9 @@ def fails(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_a_kernel_that_fails_later_is_left(timed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_fails_at_run_time_is_replaced_by_its_nodes(
+    timed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU)
     if timed:
@@ -208,8 +210,8 @@ def test_a_kernel_that_fails_later_is_left(timed: bool, tmp_path: Path, caplog: 
     assert sum("no more memory" in r.getMessage() for r in caplog.records) == 1
 
 
-def test_a_gpus_kernel_takes_what_its_code_is_made_for(tmp_path: Path) -> None:
-    """Tensors that begin where those began that it was compiled with, and counts of 32 bits."""
+def test_a_gpu_kernel_takes_aligned_tensors_of_32_bit_sizes(tmp_path: Path) -> None:
+    """Tensors with the alignment that it was compiled for, of less than 2^31 elements."""
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU)
     x = torch.randn(65)
@@ -220,7 +222,7 @@ def test_a_gpus_kernel_takes_what_its_code_is_made_for(tmp_path: Path) -> None:
     assert not call._takes((large, large))
 
 
-def test_small_sizes_and_strides_go_by_the_nodes(tmp_path: Path) -> None:
+def test_small_sizes_and_strided_tensors_run_the_nodes(tmp_path: Path) -> None:
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     kernel = nodes_as_kernel(written(tmp_path, part))
     calls: list[int] = []
@@ -237,8 +239,10 @@ def test_small_sizes_and_strides_go_by_the_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kernel_s", "chosen"), [(1.0, "kernel"), (3.0, "nodes")])
-def test_the_faster_way_stays(kernel_s: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of the test's own."""
+def test_the_faster_of_kernel_and_nodes_is_kept(
+    kernel_s: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a fake clock."""
     clock = [0.0]
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     kernel = nodes_as_kernel(written(tmp_path, part))
@@ -268,7 +272,7 @@ def test_the_faster_way_stays(kernel_s: float, chosen: str, tmp_path: Path, monk
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """A compiler that gives the region's own nodes; what it was asked for."""
+    """A fake compiler, whose kernels run the region's nodes; returns the requests."""
     asked: list[Path] = []
     turn = threading.Lock()
 
@@ -288,7 +292,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kernels", ["fused", "fused-all"])
-def test_a_model_trains_as_before_at_all_sizes(
+def test_training_equals_eager_at_all_sizes(
     kernels: str, dtype: torch.dtype, made_up: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = Trained(monkeypatch, dtype, kernels=kernels)
@@ -304,7 +308,7 @@ def test_a_model_trains_as_before_at_all_sizes(
         assert {call.chosen for call in (*forward.calls, *backward.calls)} == {"kernel"}
 
 
-def test_each_region_runs_by_its_kernel_as_soon_as_it_is_there(
+def test_each_region_runs_by_its_kernel_as_soon_as_it_is_built(
     made_up: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, there, go = fused.build, threading.Semaphore(0), threading.Semaphore(0)
@@ -345,8 +349,8 @@ def test_each_region_runs_by_its_kernel_as_soon_as_it_is_there(
     trained.check(3, 5)
 
 
-def test_no_step_waits_for_more_than_a_piece(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done on other threads is divided into pieces, with a rest behind each."""
+def test_background_work_is_throttled_in_slices(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work on other threads is divided into slices, each followed by a pause."""
     rests: Counter[int] = Counter()  # of each thread
     before: dict[int, list[int]] = {}  # so many rests before each piece
     did: set[str] = set()
@@ -378,7 +382,7 @@ def test_no_step_waits_for_more_than_a_piece(made_up: list[Path], monkeypatch: p
 
 
 @pytest.mark.parametrize(("narrow", "order"), [(1, [16, 8]), (3, [8, 16])])
-def test_what_saves_most_is_compiled_first(
+def test_the_region_that_saves_most_is_compiled_first(
     narrow: int, order: list[int], made_up: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three equal regions of width 8 save more than one of width 16."""
@@ -392,7 +396,7 @@ def test_what_saves_most_is_compiled_first(
     assert [json.loads((folder / METADATA).read_text())["shapes"][0][-1] for folder in made_up] == order
 
 
-OFTEN = {"no-grad-region"}  # its regions do not stand as they are found; the others under --slow
+OFTEN = {"no-grad-region"}  # its nodes are reordered into regions; the others run with --slow
 MODELS = [
     pytest.param(
         *(entry, dtype),
@@ -408,7 +412,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("entry", "dtype"), MODELS)
-def test_models_of_the_zoo_train_as_before(
+def test_models_of_the_zoo_train_as_eager(
     entry: ZooModel, dtype: torch.dtype, made_up: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = fused_programs(monkeypatch)
@@ -421,7 +425,7 @@ def test_models_of_the_zoo_train_as_before(
         compare.train(*shape)
 
 
-def test_in_trial_both_ways_run_until_it_is_settled(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_and_nodes_are_interleaved_until_settled(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calling, "_TRIALS", 2)
     trained = Trained(monkeypatch, kernels="fused")
     trained.prepared()
@@ -434,7 +438,7 @@ def test_in_trial_both_ways_run_until_it_is_settled(made_up: list[Path], monkeyp
 
 
 @pytest.mark.parametrize("options", [{"kernels": "native"}, {"rng": "torch"}, {"kernels": "pytorch"}])
-def test_where_nothing_is_to_be_swapped_nothing_is_watched(
+def test_options_that_disable_regions_watch_no_program(
     options: dict[str, Any], made_up: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = Trained(monkeypatch, **{"kernels": "fused-all", **options})
@@ -444,7 +448,7 @@ def test_where_nothing_is_to_be_swapped_nothing_is_watched(
     assert not made_up
 
 
-def test_variables_of_onnxruntime_training_switch_regions(monkeypatch: pytest.MonkeyPatch, made_up: list[Path]) -> None:
+def test_variables_of_onnxruntime_training_enable_regions(monkeypatch: pytest.MonkeyPatch, made_up: list[Path]) -> None:
     monkeypatch.setenv("ORTMODULE_USE_TRITON", "0")
     trained = Trained(monkeypatch)
     trained.check(3, 5)
@@ -456,7 +460,7 @@ def test_variables_of_onnxruntime_training_switch_regions(monkeypatch: pytest.Mo
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings about regions; a missing compiler is warned of for all kernels, too."""
+    """The warnings about regions, without the one about a missing compiler."""
     texts = [r.getMessage() for r in caplog.records if r.name == "onnxtrain" and r.levelno >= logging.WARNING]
     return [text for text in texts if "fused kernel" in text]
 
@@ -472,7 +476,7 @@ def broke(process: Process, folder: Path, cache: Path, limit_s: float) -> None:
         (Process, "compile", broke, "it broke"),
     ],
 )
-def test_a_compiler_that_fails_is_said_once(
+def test_a_failing_compiler_is_warned_of_once(
     of: Any, name: str, made: Any, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(of, name, made)
@@ -485,7 +489,7 @@ def test_a_compiler_that_fails_is_said_once(
     assert message in said
 
 
-def test_a_wrong_kernel_is_said_once_and_not_used(
+def test_a_wrong_kernel_is_warned_of_once_and_not_used(
     made_up: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load(path: Path, device: torch.device) -> Any:
@@ -530,7 +534,7 @@ def test_several_threads_compile_once(made_up: list[Path], monkeypatch: pytest.M
         assert_no_worse_than_eager("y", each, expected, exact)
 
 
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     (tmp_path / "library.so").write_text("no library")
     for device in (CPU, torch.device("cuda", 0)):
         with pytest.raises(BuildError, match="loading the library"):
@@ -549,8 +553,8 @@ class Doubled(torch.autograd.Function):
         return 4 * x * dys[0]
 
 
-def test_backward_of_a_custom_function_is_fused_too(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its context is no tensor, and crosses to backward with them."""
+def test_a_backward_with_a_custom_function_is_fused(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its context is no tensor, and is kept for backward among the tensors."""
 
     class Gated(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The process that compiles regions, and what it made on disk. No compiler runs."""
+"""The process that compiles regions, and the cache on disk. No compiler runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def made_up_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a module in the place of the one that compiles. It may use `answer`, of what each request gets."""
+    """Replaces the module of the compiling process. Its source may use `answer`, with a function for each request."""
 
     def put(source: str) -> None:
         folder = tmp_path / "modules"
@@ -73,7 +73,7 @@ def sealed(folder, data):
 
 
 def outcomes(count: int = 1) -> list[Path | BuildError]:
-    """What `build` gives for so many requests."""
+    """The results of `build` for this many requests."""
     return [library for _, library in building.build([a_request(width) for width in range(8, 8 + count)])]
 
 
@@ -105,7 +105,7 @@ HANGS = """
     ],
     ids=["crashes", "hangs", "does not start", "fails", "writes nothing"],
 )
-def test_a_process_that_ends_otherwise_gives_no_kernel(
+def test_a_process_that_ends_early_gives_no_kernel(
     source: str, limit_s: float, message: str, made_up_child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_up_child(source)
@@ -113,8 +113,8 @@ def test_a_process_that_ends_otherwise_gives_no_kernel(
     assert re.search(message, failure(), re.DOTALL)
 
 
-def test_one_process_compiles_all_regions_in_the_order_asked(made_up_child: Callable[[str], None]) -> None:
-    """And those of two programs at a time. It ends with the last."""
+def test_one_process_compiles_all_regions_in_order(made_up_child: Callable[[str], None]) -> None:
+    """Also for two programs at the same time. It ends after the last."""
     made_up_child(f"import os\n{SEALS}\nanswer(lambda folder: sealed(folder, b'%d' % os.getpid()))")
     requests = [a_request(width) for width in range(8, 12)]
     first, second = building.build(requests[1:]), building.build(requests[:2])
@@ -142,17 +142,19 @@ answer(compiled)
     assert isinstance(whole_one, Path)
 
 
-def test_it_imports_what_this_process_does(
+def test_the_process_imports_the_same_packages(
     made_up_child: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not what happens to lie in the folder in which training was started."""
+    """It does not import from the current folder."""
     made_up_child("answer(lambda folder: repr(sys.path))")
     (tmp_path / "multiprocessing.py").write_text("raise ImportError('the wrong one')")
     monkeypatch.chdir(tmp_path)
     assert repr(sys.path[-1]) in failure()
 
 
-def test_what_fails_in_it_is_said_and_the_next_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_is_answered_with_its_error_and_the_next_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled: list[Path] = []
 
     def compile_in(folder: Path) -> None:
@@ -173,8 +175,8 @@ def test_what_fails_in_it_is_said_and_the_next_is_compiled(tmp_path: Path, monke
     assert compiled == [tmp_path / "good"]
 
 
-def test_it_keeps_no_library_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel runs there first."""
+def test_the_process_keeps_no_wrong_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs the kernel before it writes the library."""
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     written(tmp_path, part)
 
@@ -192,8 +194,8 @@ def test_it_keeps_no_library_that_is_wrong(tmp_path: Path, monkeypatch: pytest.M
     assert is_intact(tmp_path / request.LIBRARY)
 
 
-def test_two_threads_say_a_reason_once(caplog: pytest.LogCaptureFixture) -> None:
-    """As forward and backward do, where no region compiles."""
+def test_two_threads_warn_of_a_reason_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As forward and backward do if no region compiles."""
     both, said = threading.Barrier(2), threading.Event()
 
     def slowly(record: logging.LogRecord) -> bool:
@@ -219,7 +221,7 @@ def test_two_threads_say_a_reason_once(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """How often a made-up compiler ran, which writes a sealed file."""
+    """The requests of a fake compiler, which writes a file with its digest."""
     found: list[Path] = []
 
     def compiled(process: Process, folder: Path, cache: Path, limit_s: float) -> None:
@@ -232,7 +234,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return found
 
 
-def test_what_is_compiled_is_not_compiled_again(compilations: list[Path]) -> None:
+def test_a_cached_region_is_not_compiled_again(compilations: list[Path]) -> None:
     assert outcomes() == outcomes()
     assert len(compilations) == 1
 
@@ -248,7 +250,7 @@ def test_a_damaged_entry_is_compiled_again(damage: Callable[[bytes], bytes], com
     assert len(compilations) == 2
 
 
-def test_the_folder_of_debugging_gets_graph_and_library(
+def test_the_dump_folder_gets_graph_and_library(
     compilations: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -263,7 +265,7 @@ def test_the_folder_of_debugging_gets_graph_and_library(
     assert [n.op_type for n in ir.load(folder / path.stem / "region.onnx").graph] == ["QuickGelu", "Mul"]
 
 
-def test_a_cache_that_cannot_be_written_is_said(regions_cache: Path) -> None:
+def test_an_unwritable_cache_is_warned_of(regions_cache: Path) -> None:
     regions_cache.parent.mkdir()
     regions_cache.write_text("a file in the place of the folder")
     assert "cannot be used" in failure()

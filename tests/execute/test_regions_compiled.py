@@ -1,4 +1,4 @@
-"""Fused regions by the real compiler: parts, models, a second process, a GPU."""
+"""Fused regions with the real compiler: parts, models, a second process, a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = [
     ],
     ids=str,
 )
-def test_a_compiled_region_computes_what_its_nodes_do(kind: str, dtype: torch.dtype) -> None:
+def test_a_compiled_region_equals_its_nodes(kind: str, dtype: torch.dtype) -> None:
     made, dims = KINDS[kind]
     part = regions_of(part_of(made, dims, dtype))[1][0].part
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
@@ -73,7 +73,7 @@ def compare(call: RegionCall, part: Part, inputs: Sequence[torch.Tensor]) -> Non
         assert_no_worse_than_eager(str(value.name), a, b, c)
 
 
-def test_a_model_trains_with_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_trains_with_compiled_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Trained(monkeypatch, kernels="fused-all")
     trained.prepared()
     assert all(program.settled for program in trained.programs)
@@ -81,8 +81,8 @@ def test_a_model_trains_with_what_was_compiled(monkeypatch: pytest.MonkeyPatch) 
         trained.check(*shape)
 
 
-def test_a_model_trains_with_what_was_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a word of the compiler, in a second process."""
+def test_a_model_trains_with_cached_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a second process, without running the compiler."""
     found = []
     for _ in range(2):
         child = subprocess.run(
@@ -125,7 +125,7 @@ TRAINS = """
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_model_of_the_zoo_trains_with_what_was_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_zoo_trains_with_compiled_regions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = fused_programs(monkeypatch)
     entry = next(e for e in ZOO if e.name == name)
     compare = Comparison(entry, torch.float32, wrap=lambda m: ORTModule(m, rng="fast", kernels="fused-all"))
@@ -141,7 +141,7 @@ def test_a_model_of_the_zoo_trains_with_what_was_compiled(name: str, monkeypatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_region_of_a_gpu_computes_what_its_nodes_do(kind: str) -> None:
+def test_a_region_on_a_gpu_equals_its_nodes(kind: str) -> None:
     made, dims = KINDS[kind]
     part, gpu = regions_of(part_of(made, dims), "cuda")[1][0].part, torch.device("cuda", torch.cuda.current_device())
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]

@@ -1,4 +1,4 @@
-"""The option reuse_memory: a program's memory serves the next step, and nobody else's tensors come from it."""
+"""The option reuse_memory: the next step reuses a program's memory, and no other tensors are allocated from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BEFORE = SimpleNamespace(in_use=0)
 
 @pytest.fixture(autouse=True)
 def nothing_held() -> Iterator[None]:
-    """Each test begins without blocks at hand, and does not count those that other files' tests still use."""
+    """Each test begins without free blocks, and does not count blocks that tests of other files still use."""
     gc.collect()
     LIBRARY.functions.trim()
     _BEFORE.in_use = 0
@@ -48,14 +48,14 @@ def nothing_held() -> Iterator[None]:
 
 
 def held() -> tuple[int, int]:
-    """Bytes of blocks in use since the test began, and at hand."""
+    """The bytes of blocks in use since the test began, and of free blocks."""
     counts = (ctypes.c_int64 * 2)()
     LIBRARY.functions.count_bytes(ctypes.addressof(counts), ctypes.addressof(counts) + 8)
     return counts[0] - _BEFORE.in_use, counts[1]
 
 
 def allocator() -> int:
-    """The address of PyTorch's CPU allocator of the moment."""
+    """The address of PyTorch's current CPU allocator."""
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     get = c10._ZN3c1015GetCPUAllocatorEv
     get.restype = ctypes.c_void_p
@@ -82,7 +82,7 @@ def step(module: nn.Module, rows: int = 64) -> torch.Tensor:
 
 
 def inside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What is made while a program runs."""
+    """A tensor allocated while a program runs."""
     LIBRARY.functions.begin_run()
     try:
         return make()
@@ -90,7 +90,7 @@ def inside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
         LIBRARY.functions.end_run()
 
 
-def test_a_steps_memory_serves_the_next() -> None:
+def test_the_next_step_reuses_a_steps_memory() -> None:
     module = ORTModule(Wide(), process_wide="reuse_memory")
     for _ in range(6):
         step(module)
@@ -103,7 +103,7 @@ def test_a_steps_memory_serves_the_next() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # a step writes to 1500 pages of 4 KB
 
 
-def test_it_goes_back_when_the_module_does() -> None:
+def test_memory_is_returned_with_the_module() -> None:
     module = ORTModule(Wide(), process_wide="reuse_memory")
     for _ in range(3):
         step(module)
@@ -113,7 +113,7 @@ def test_it_goes_back_when_the_module_does() -> None:
     assert held() == (0, 0)
 
 
-def test_what_a_program_gave_out_stays() -> None:
+def test_results_of_a_program_stay_valid() -> None:
     module = ORTModule(Wide(), process_wide="reuse_memory")
     module(torch.randn(64, 16))
     kept = []
@@ -140,7 +140,7 @@ def test_tensors_outlive_the_module() -> None:
     assert held()[0] == 0
 
 
-def test_elsewhere_memory_is_pytorchs() -> None:
+def test_tensors_outside_programs_are_from_pytorchs_allocator() -> None:
     inside(lambda: torch.empty(MB))
     assert held()[1] >= 4 * MB
     before = held()
@@ -150,14 +150,14 @@ def test_elsewhere_memory_is_pytorchs() -> None:
     assert held() == before
 
 
-def test_small_tensors_are_pytorchs() -> None:
+def test_small_tensors_are_from_pytorchs_allocator() -> None:
     tensors = [inside(lambda: torch.empty(1000)), inside(lambda: torch.empty(0))]
     assert held() == (0, 0)
     del tensors
 
 
 @pytest.mark.parametrize("width", [8, 8192])
-def test_programs_of_small_tensors_do_not_ask(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_small_tensors_do_not_use_the_allocator(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[bool] = []
     functions = LIBRARY.functions
     both = SimpleNamespace(**{**vars(functions), "begin_run": lambda: entered.append(True), "end_run": lambda: None})
@@ -167,7 +167,7 @@ def test_programs_of_small_tensors_do_not_ask(width: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("options", [{}, {"kernels": "pytorch", "process_wide": "reuse_memory"}])
-def test_without_the_option_or_compiled_kernels_the_allocator_is_left_alone(options: dict[str, bool]) -> None:
+def test_without_the_option_or_compiled_kernels_the_allocator_is_not_installed(options: dict[str, bool]) -> None:
     LIBRARY.functions.remove_program()
     before = allocator()
     module = ORTModule(Wide(), **options)
@@ -178,7 +178,7 @@ def test_without_the_option_or_compiled_kernels_the_allocator_is_left_alone(opti
     assert held() == (0, 0)
 
 
-def test_the_allocator_goes_with_the_last_module_and_the_last_tensor() -> None:
+def test_the_allocator_is_removed_with_the_last_module_and_tensor() -> None:
     LIBRARY.functions.remove_program()
     before = allocator()
     modules = [ORTModule(Wide(), process_wide="reuse_memory") for _ in range(2)]
@@ -204,7 +204,7 @@ def test_the_allocator_goes_with_the_last_module_and_the_last_tensor() -> None:
     LIBRARY.functions.add_program()
 
 
-def test_blocks_are_reused_for_what_is_little_smaller() -> None:
+def test_blocks_are_reused_for_slightly_smaller_tensors() -> None:
     del_me = inside(lambda: torch.empty(10 * MB // 4))
     place = del_me.data_ptr()
     del del_me
@@ -212,8 +212,8 @@ def test_blocks_are_reused_for_what_is_little_smaller() -> None:
     assert held()[1] >= 10 * MB
 
 
-def test_sizes_that_vary_do_not_pile_up() -> None:
-    """At most a quarter more than was in use at once, and 16 MB, whatever came before."""
+def test_varying_sizes_do_not_accumulate_memory() -> None:
+    """At most 5/4 of the peak in use and 16 MB, whatever the sizes were."""
     most = 0
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
@@ -224,7 +224,7 @@ def test_sizes_that_vary_do_not_pile_up() -> None:
         del tensors
 
 
-def test_what_lies_idle_goes_back() -> None:
+def test_idle_blocks_are_returned() -> None:
     inside(lambda: torch.empty(20 * MB // 4))
     assert held()[1] >= 20 * MB
     for _ in range(100):
@@ -232,7 +232,7 @@ def test_what_lies_idle_goes_back() -> None:
     assert held()[1] < 2 * MB
 
 
-def test_an_error_inside_ends_the_run() -> None:
+def test_an_error_in_a_program_ends_its_run() -> None:
     def fail() -> torch.Tensor:
         raise RuntimeError("no")
 
@@ -242,7 +242,7 @@ def test_an_error_inside_ends_the_run() -> None:
     assert held() == (0, 0)
 
 
-def test_too_much_is_refused_as_ever() -> None:
+def test_out_of_memory_is_pytorchs_error() -> None:
     with pytest.raises(RuntimeError, match="memory"):
         inside(lambda: torch.empty(1 << 60, dtype=torch.int8))
     inside(lambda: torch.empty(MB))
@@ -261,8 +261,8 @@ def test_other_uses_of_a_storage() -> None:
     assert array.sum() == MB
 
 
-def test_convolutions_inside_and_outside_take_turns() -> None:
-    """OneDNN asks PyTorch's allocator for memory of its own, and gives it back whenever it likes."""
+def test_convolutions_inside_and_outside_programs() -> None:
+    """OneDNN allocates memory from PyTorch's allocator, and may free it at any time."""
     eager = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU())
     ours = ORTModule(eager, process_wide="reuse_memory")
     for size in (20, 33, 20, 47):
@@ -292,7 +292,7 @@ def test_threads() -> None:
     assert held() == (0, 0)
 
 
-def test_a_child_of_a_fork_goes_on() -> None:
+def test_a_forked_child_can_allocate() -> None:
     x = inside(lambda: torch.ones(8192))  # small enough for one thread: OpenMP's others are not in the child
     child = os.fork()
     if child == 0:

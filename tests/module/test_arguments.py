@@ -1,4 +1,4 @@
-"""What forward sees of its arguments, and does to them, is as in eager; and modules that hold an ORTModule."""
+"""Forward sees and changes its arguments as in eager; also modules that contain an ORTModule."""
 
 import copy
 import dataclasses
@@ -45,7 +45,7 @@ class Scales(Inner):
 
 
 @pytest.mark.parametrize("kind", [int, float])
-def test_a_number_that_changes_at_each_call_ends_in_few_captures_and_one_warning(kind: type) -> None:
+def test_a_number_that_changes_in_each_call_causes_few_captures_and_one_warning(kind: type) -> None:
     ours = ORTModule(Scales())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -56,7 +56,7 @@ def test_a_number_that_changes_at_each_call_ends_in_few_captures_and_one_warning
     assert sum("a Python number among the arguments changes" in str(w.message) for w in caught) == 1
 
 
-# A module that holds an ORTModule
+# A module that contains an ORTModule
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -70,7 +70,7 @@ def test_load_state_dict_reaches_the_wrapped_module(assign: bool) -> None:
     assert str(ours.load_state_dict(state, strict=False)) == str(eager.load_state_dict(state, strict=False))
 
 
-def test_an_ortmodule_in_an_ortmodule_is_captured_with_it() -> None:
+def test_a_nested_ortmodule_is_captured_with_the_outer_one() -> None:
     eager = Outer(Inner())
     ours = ORTModule(Outer(ORTModule(copy.deepcopy(eager.body))))
     ours.load_state_dict(eager.state_dict())

@@ -1,4 +1,4 @@
-"""Forwards that decide in Python by elements of their arguments: one graph for each answer."""
+"""Forwards that branch in Python on elements of their arguments have one graph per decision."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ class Sums(nn.Module):
         return total + sum(kwargs.values()) + self.bias
 
 
-def test_each_answer_has_its_graph() -> None:
+def test_each_decision_has_its_graph() -> None:
     eager = Sums()
     ours = ORTModule(copy.deepcopy(eager), **DISABLED)
     one, zero = torch.ones(1), torch.zeros(1)
@@ -47,7 +47,7 @@ def test_each_answer_has_its_graph() -> None:
     assert engine_of(ours).captures == len(calls)
 
 
-def test_one_answer_serves_other_sizes() -> None:
+def test_the_graph_of_a_decision_is_used_at_other_sizes() -> None:
     class Masked(nn.Module):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             filled = torch.zeros_like(mask, dtype=x.dtype).masked_fill_(mask, -1.0)
@@ -101,7 +101,7 @@ class Writes(nn.Module):
         (Writes(), "changes a tensor in place"),
     ],
 )
-def test_what_does_not_follow_from_the_arguments_is_refused(module: nn.Module, got: str) -> None:
+def test_decisions_that_depend_on_more_than_the_arguments_are_refused(module: nn.Module, got: str) -> None:
     with pytest.raises(CaptureError, match="decides in Python by the elements of a tensor") as refused:
         ORTModule(module, **DISABLED)(torch.ones(1, 2))
     assert refused.value.where is not None

@@ -1,4 +1,4 @@
-"""What cannot be captured runs in PyTorch, with one warning that names the module, the line and the reason."""
+"""A module that cannot be captured falls back to PyTorch, with one warning: module, source location and reason."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Packs(nn.Module):
 
 
 class Outer(nn.Module):
-    """The culprit lies in a submodule."""
+    """The cause is in a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Outer(nn.Module):
 
 
 class TriesAndCatches(Base):
-    """The module handles an error of its own: that is no error."""
+    """The module catches its own error, which is then no error."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
@@ -100,7 +100,7 @@ class TriesAndCatches(Base):
             return self.inner(x)  # type: ignore[no-any-return]
 
 
-# The class with the culprit, and what the warning says of the reason.
+# The class that contains the cause, and the reason in the warning.
 CULPRITS: list[tuple[type[nn.Module], type[nn.Module], str]] = [
     (BranchesOnElements, BranchesOnElements, "data-dependent"),
     (LoopsOverElements, LoopsOverElements, "data-dependent"),
@@ -143,7 +143,7 @@ def test_one_warning_names_module_line_and_reason(make: type[nn.Module], guilty:
     assert Path(warning.filename).is_relative_to(TESTS), "the warning points at the caller"
 
 
-def test_pytorch_says_nothing_beside_the_warning(
+def test_pytorch_prints_nothing_besides_the_warning(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.warns(UserWarning, match="runs in PyTorch"):
@@ -153,7 +153,7 @@ def test_pytorch_says_nothing_beside_the_warning(
 
 
 @every_culprit
-def test_the_policy_can_forbid_to_fall_back(make: type[nn.Module], guilty: type[nn.Module], reason: str) -> None:
+def test_the_policy_can_forbid_fallback(make: type[nn.Module], guilty: type[nn.Module], reason: str) -> None:
     module = ORTModule(make(), fallback_policy="FALLBACK_DISABLE")
     for _ in range(2):
         with pytest.raises(ORTModuleFallbackException) as raised:
@@ -168,7 +168,7 @@ def test_a_module_that_handles_its_own_errors_runs_as_in_eager() -> None:
 
 
 @needs_torch(2, 12, "loses assignments to class attributes in what torch.compile runs, and the test counts by one")
-def test_falling_back_is_tried_once_unless_retry_is_asked_for() -> None:
+def test_capture_is_retried_only_on_request() -> None:
     class Counted(BranchesOnElements):
         runs = 0
 
@@ -207,7 +207,7 @@ def test_a_module_that_falls_back_in_training_may_be_captured_in_eval() -> None:
     assert count_captures(compare.got.run) == 1
 
 
-# The user's own errors
+# Errors of the model
 
 
 class Wrong(Base):
@@ -220,19 +220,19 @@ class Wrong(Base):
 
 
 @pytest.mark.parametrize("how", ["shape", "attribute", "raise"])
-def test_errors_of_the_users_model_are_the_users_errors(how: str) -> None:
+def test_errors_of_the_model_are_raised_unchanged(how: str) -> None:
     module, x = Wrong(), torch.ones(2, 3, WIDTH)
     with pytest.raises(Exception) as expected:  # whatever eager raises
         module(x, how)
     ours = ORTModule(module)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that it cannot be a graph is not what is wrong
+        warnings.simplefilter("error")  # no fallback warning: the model itself is wrong
         with pytest.raises(type(expected.value), match=re.escape(str(expected.value)[:30])) as raised:
             ours(x, how)
     assert any(__file__ in str(entry.path) and entry.name == "forward" for entry in raised.traceback)
 
 
-def test_after_a_wrong_first_call_a_right_one_is_a_graph() -> None:
+def test_a_valid_call_after_an_invalid_one_is_captured() -> None:
     module = ORTModule(_Sum())
     for wrong in (torch.ones(3, WIDTH), torch.ones(2, WIDTH + 1)):
         with warnings.catch_warnings():
@@ -248,7 +248,7 @@ class _Sum(nn.Module):
         return x + y
 
 
-def test_an_error_after_the_first_step_is_the_users_error() -> None:
+def test_an_error_of_the_model_after_the_first_step_is_raised_unchanged() -> None:
     module = ORTModule(_Linear())
     module(torch.ones(2, WIDTH))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -269,11 +269,11 @@ def test_missing_and_unknown_arguments() -> None:
         module(torch.ones(2, WIDTH), nothing=1)
 
 
-# Inputs and outputs that a graph cannot hold
+# Inputs and outputs that a graph cannot contain
 
 
 class Strange:
-    """No tensor, no container, no constant."""
+    """Neither a tensor nor a container nor a constant."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -330,7 +330,7 @@ def test_kinds_of_tensors(inputs: Callable[[], torch.Tensor]) -> None:
 
 
 class _Marked(torch.Tensor):
-    """A subclass that changes nothing but its type."""
+    """A subclass that changes only the type."""
 
 
 def test_function_transforms() -> None:
@@ -344,7 +344,7 @@ def test_function_transforms() -> None:
     torch.testing.assert_close(gradient, torch.func.grad(lambda t: module(t).square().sum())(x))
 
 
-def test_a_model_whose_submodule_falls_back_trains_all_the_same() -> None:
+def test_a_model_whose_submodule_falls_back_trains() -> None:
     with compared(ZooModel("outer", Outer, sequences, mean_square, falls_back="Outer")) as compare:
         compare.train_steps(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
@@ -382,13 +382,13 @@ def test_custom_autograd_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("policy", ["FALLBACK_DISABLE", "FALLBACK_UNSUPPORTED_DATA", "FALLBACK_UNSUPPORTED_DEVICE"])
-def test_data_parallel_is_refused_at_once(policy: str) -> None:
+def test_data_parallel_is_refused_immediately(policy: str) -> None:
     with pytest.raises(ORTModuleFallbackException, match="DataParallel"):
         ORTModule(nn.DataParallel(nn.Linear(2, 2)), fallback_policy=policy)
 
 
 @pytest.mark.parametrize("policy", ["FALLBACK_UNSUPPORTED_TORCH_MODEL", "FALLBACK_BAD_INITIALIZATION", None])
-def test_data_parallel_runs_in_pytorch_where_the_policy_covers_it(policy: str | None) -> None:
+def test_data_parallel_falls_back_if_the_policy_covers_it(policy: str | None) -> None:
     parallel, x = nn.DataParallel(nn.Linear(2, 2)), torch.randn(3, 2)
     module = ORTModule(parallel, **({} if policy is None else {"fallback_policy": policy}))
     with pytest.warns(UserWarning, match="DataParallel runs in PyTorch"):
@@ -412,7 +412,7 @@ class Points(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "args"), [(Multiplies, (Point(2, 3),)), (Points, (2, 3))])
-def test_a_call_without_tensors_is_no_graph(make: Callable[[], nn.Module], args: tuple[Any, ...]) -> None:
+def test_a_call_without_tensors_is_not_captured(make: Callable[[], nn.Module], args: tuple[Any, ...]) -> None:
     for policy in ("FALLBACK_DISABLE", "FALLBACK_UNSUPPORTED_DEVICE"):
         with pytest.raises(ORTModuleFallbackException, match="no tensor"):
             ORTModule(make(), fallback_policy=policy)(*args)
@@ -422,7 +422,7 @@ def test_a_call_without_tensors_is_no_graph(make: Callable[[], nn.Module], args:
 
 
 @pytest.mark.parametrize("policy", ["FALLBACK_FORCE_TORCH_FORWARD", "FALLBACK_FORCE_TORCH_BACKWARD"])
-def test_to_force_pytorch_covers_every_refusal(policy: str) -> None:
+def test_force_torch_policies_cover_every_refusal(policy: str) -> None:
     for make, inputs in ((BranchesOnElements, torch.randn(1, 2, WIDTH)), (TakesAnything, Strange(2.0))):
         module = ORTModule(make(), fallback_policy=policy)
         with pytest.warns(UserWarning, match="runs in PyTorch"):
@@ -449,11 +449,11 @@ class Interrupted(Base):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ValueError])
-def test_what_stops_forward_leaves_the_module_as_it_was(error: type[BaseException]) -> None:
+def test_an_interrupted_forward_leaves_the_module_unchanged(error: type[BaseException]) -> None:
     inner = Interrupted(error)
     module, x = ORTModule(inner), torch.randn(2, WIDTH)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what an error in forward says of falling back
+        warnings.simplefilter("ignore")  # the fallback warning of an error in forward
         with pytest.raises(error, match="stop"):
             module(x)
     inner.error = None
@@ -465,7 +465,7 @@ def test_what_stops_forward_leaves_the_module_as_it_was(error: type[BaseExceptio
     assert count_captures(module) == 1
 
 
-def test_what_stops_backward_leaves_the_next_step_intact() -> None:
+def test_an_interrupted_backward_leaves_the_next_step_intact() -> None:
     module, x = ORTModule(AppliesAFunction()), torch.randn(2, WIDTH)
     plain = copy.deepcopy(module.module)
     stopped = [True]

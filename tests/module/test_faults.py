@@ -1,4 +1,4 @@
-"""Faults in a step: the error is the user's own, the state is intact, and the next step works."""
+"""Errors in a step: the model's own error is raised, the state is intact, and the next step works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGE = Path(onnxtrain.__file__).parent
 
 
 class Faults:
-    """What a step of `Net` does besides computing."""
+    """The side effects of a step of `Net`."""
 
     in_forward: Callable[[], object] | None = None
     in_backward: Callable[[], object] | None = None
@@ -67,7 +67,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], objec
 
 
 def step(run: nn.Module, module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A step, and what it leaves: loss, gradients, buffers."""
+    """Run a step; returns loss, gradients and buffers."""
     module.zero_grad()
     loss = run(x)
     loss.backward()
@@ -85,7 +85,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 @pytest.mark.parametrize("where", ["in_forward", "in_backward"])
 @pytest.mark.parametrize("what", [interrupt, fail])
-def test_the_step_after_a_fault_is_eagers(
+def test_the_step_after_a_fault_equals_eager(
     wrap: str, first: bool, where: str, what: Callable[[], object], faults: Callable[..., None]
 ) -> None:
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_a_module_that_raises_raises_its_own_error_and_works_afterwards() -> Non
     net = Checks()
     ort = ORTModule(net, kernels="pytorch")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it raises in PyTorch too: that is no fallback
+        warnings.simplefilter("error")  # it raises in PyTorch too, which is no fallback
         with pytest.raises(LookupError, match="not yet"):
             ort(torch.randn(3, 4))
     net.refuses = False
@@ -135,7 +135,7 @@ def test_a_module_that_raises_raises_its_own_error_and_works_afterwards() -> Non
 
 
 class Crooked(nn.Module):
-    """Its product has the wrong sizes."""
+    """Its matmul has mismatched shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Crooked(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", list(WRAPS))
-def test_the_traceback_of_the_users_error_is_the_users(
+def test_the_traceback_of_a_model_error_shows_only_user_frames(
     wrap: str, faults: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     def functions(run: Callable[[], object], error: type[Exception]) -> list[str]:
@@ -177,7 +177,7 @@ def test_the_traceback_of_the_users_error_is_the_users(
     assert functions(loss.backward, ZeroDivisionError)[-2:] == ["backward", "fail"]
 
 
-def test_what_onnxtrain_raises_keeps_its_frames() -> None:
+def test_errors_of_onnxtrain_keep_their_frames() -> None:
     with pytest.raises(ORTModuleTorchModelException) as caught:
         ORTModule(Crooked(), fallback_policy="FALLBACK_DISABLE")(torch.randn(3, 4))
     frames = traceback.extract_tb(caught.value.__traceback__)

@@ -1,4 +1,4 @@
-"""`torch.vmap` and `torch.func` in forward: a graph where PyTorch exports them, else PyTorch's own result."""
+"""`torch.vmap` and `torch.func` in forward: captured if PyTorch exports them, else run in PyTorch."""
 
 import copy
 import warnings
@@ -57,7 +57,7 @@ def test_equals_eager(call: Call) -> None:
     eager = Calls(call)
     ours = ORTModule(copy.deepcopy(eager))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it runs in PyTorch
+        warnings.simplefilter("ignore")  # the fallback warning
         for count in (4, 3, 1):
             x = torch.randn(count, 6)
             found, expected = step(ours, x), step(eager, x)
@@ -70,7 +70,9 @@ _EXPORTED = needs_torch(2, 13, "cannot export it: its tensors without elements b
 
 
 @pytest.mark.parametrize("call", [each, pytest.param(directional, marks=_EXPORTED)])
-def test_what_pytorch_exports_is_a_graph(call: Call) -> None:
+def test_transforms_that_pytorch_exports_are_captured(call: Call) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*runs in PyTorch")  # others come when PyTorch imports what it needs
+        warnings.filterwarnings(
+            "error", message=".*runs in PyTorch"
+        )  # PyTorch may warn of other things when it imports modules
         ORTModule(Calls(call))(torch.randn(4, 6))

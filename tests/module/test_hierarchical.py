@@ -15,7 +15,7 @@ from onnxtrain.frontend.ort_module import engine_of
 
 
 class Decides(nn.Module):
-    """No graph, and has no parts."""
+    """Cannot be captured, and has no submodules."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum().item() > 0 else x
@@ -47,7 +47,7 @@ class Net(nn.Module):
         return x.sum() + self.blocks[1].linear.weight.sum()
 
 
-def test_the_largest_parts_are_graphs_and_the_numbers_are_eagers(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_largest_submodules_are_captured_and_results_equal_eager(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "onnxtrain")
     plain = Net()
     model = HierarchicalORTModule(copy.deepcopy(plain))
@@ -78,7 +78,7 @@ def test_the_largest_parts_are_graphs_and_the_numbers_are_eagers(caplog: pytest.
         assert caplog.text.count(f"{name} cannot be captured as one graph") == 1
 
 
-def test_a_module_that_is_a_graph_stays_whole() -> None:
+def test_a_module_that_can_be_captured_stays_one_graph() -> None:
     model = HierarchicalORTModule(Block())
     model(torch.randn(2, 4)).sum().backward()
     assert engine_of(model).captures == 1
@@ -95,13 +95,13 @@ def test_copies_run_as_the_original(copied: object) -> None:
     assert again.__dict__["_divided"]
 
 
-def test_errors_of_the_users_model_are_the_users_errors() -> None:
+def test_errors_of_the_model_are_raised_unchanged() -> None:
     model = HierarchicalORTModule(Net())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(2, 5))
 
 
-def test_what_the_first_call_took_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_time_of_the_first_call_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "onnxtrain")
     model = HierarchicalORTModule(Net())
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Several backwards of one forward: where eager allows it, because the results share nothing that is kept."""
+"""Several backwards of one forward, for results that share no saved tensors, as in eager."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Towers(nn.Module):
         self.bias = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = x + self.bias  # keeps nothing
+        x = x + self.bias  # saves nothing
         return self.first(x), self.norm(self.dropout(self.second(x).relu())), x.detach() * 2
 
 
@@ -73,7 +73,7 @@ def test_towers() -> None:
     assert isinstance(engine_of(ours).newest().unit.autograd_apply, IndependentBoundary)
 
 
-def test_parts_of_several_results() -> None:
+def test_groups_of_several_results() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,13 +104,13 @@ def test_gradients_of_gradients() -> None:
 
 
 @pytest.mark.parametrize("wrap", [copy.deepcopy, ORTModule])
-def test_what_is_shared_has_one_backward(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_results_that_share_saved_tensors_have_one_backward(wrap: Callable[[nn.Module], nn.Module]) -> None:
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         gradients(wrap(Trunk()), in_two)
 
 
 def test_a_result_whose_gradient_is_zero_needs_one() -> None:
-    """Eager's requires a gradient, which is zeros."""
+    """In eager it requires a gradient, which is zeros."""
 
     class Rounds(nn.Module):
         def __init__(self) -> None:
@@ -131,7 +131,7 @@ def test_a_result_whose_gradient_is_zero_needs_one() -> None:
 
 
 class OneAndTwo(nn.Module):
-    """One result that shares nothing, and two of one group, of which only the first reaches the weight."""
+    """One independent result, and two of one group, of which only the first depends on the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,8 +142,8 @@ class OneAndTwo(nn.Module):
         return F.glu(x, -1), F.dropout(y, 0.3) * self.weight, (y * 2).erf()
 
 
-def test_what_no_cotangent_reaches_has_no_gradient() -> None:
-    """Zeros instead would let weight decay and momentum change a parameter that eager leaves alone."""
+def test_an_input_that_no_cotangent_reaches_has_no_gradient() -> None:
+    """With zeros, weight decay and momentum would change a parameter that stays the same in eager."""
     model = ORTModule(OneAndTwo(), rng="torch")
     for _ in range(3):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""Steps with changing sizes leave nothing behind."""
+"""Steps with changing sizes leak no memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "early-gradients"])
-def test_what_a_step_allocates_is_given_back(early: bool) -> None:
+def test_a_step_frees_what_it_allocates(early: bool) -> None:
     model = ORTModule(network(), rng="torch", early_gradients=early)
 
     def step(rows: int, tokens: int) -> None:
         model(torch.ones(rows, tokens, WIDTH)).square().mean().backward()
 
     for sizes in SIZES[:3]:
-        step(*sizes)  # compiles, and makes the gradients that later steps are added to
+        step(*sizes)  # compiles, and allocates the gradients that later steps accumulate
     captures = count_captures(model)
     recording = record(lambda: [step(*sizes) for sizes in SIZES])
     made = sum(one.bytes for one in recording.allocations if one.start is not None)
@@ -67,7 +67,7 @@ print(max(held[:500]), max(held[500:]))
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_a_process_does_not_grow_in_a_thousand_steps() -> None:
-    """In a process of its own: neighbours would be counted. Compiled kernels come in the first half, if at all."""
+    """In its own process, since other tests would count. Kernels are compiled in the first half, if at all."""
     environment = {
         **os.environ,
         "ONNXTRAIN_KERNELS": "pytorch",

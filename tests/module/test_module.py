@@ -1,4 +1,4 @@
-"""ORTModule behaves as the nn.Module that it wraps, at and around autograd's boundary."""
+"""ORTModule behaves as the nn.Module that it wraps, also at the autograd boundary."""
 
 import copy
 import io
@@ -43,7 +43,7 @@ def pair() -> tuple[ORTModule, Net]:
 
 @pytest.fixture(autouse=True)
 def _no_fallback() -> Iterator[None]:
-    """A test that wants a fallback catches its warning; everywhere else a fallback is a failure."""
+    """A fallback is a failure, except in tests that catch its warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*runs in PyTorch, not as an ONNX graph.*")
         yield
@@ -68,7 +68,7 @@ def captures(module: ORTModule) -> int:
     return engine_of(module).captures
 
 
-# The nn.Module face
+# The nn.Module interface
 
 
 def test_state_dict_keys_do_not_change(pair: tuple[ORTModule, Net]) -> None:
@@ -101,7 +101,7 @@ def test_attributes_and_methods_are_forwarded(pair: tuple[ORTModule, Net]) -> No
     assert captures(ours) == 2
 
 
-def test_names_that_the_wrapper_hides_are_told() -> None:
+def test_names_that_the_wrapper_hides_are_warned_of() -> None:
     class Reports(Net):
         def report(self) -> str:
             return "its own"
@@ -205,7 +205,7 @@ def test_autograd_grad_and_backward_inputs(pair: tuple[ORTModule, Net]) -> None:
     both(pair, run)
 
 
-def test_create_graph_is_exact_and_says_so() -> None:
+def test_create_graph_is_exact_and_warns() -> None:
     def run(module: nn.Module) -> torch.Tensor:
         x = data(grad=True)
         (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
@@ -238,7 +238,7 @@ def test_an_output_may_be_changed_in_place_where_eager_allows_it() -> None:
     both((ORTModule(copy.deepcopy(net)), net), run)
 
 
-def test_saved_tensors_hooks_see_what_is_kept(pair: tuple[ORTModule, Net]) -> None:
+def test_saved_tensors_hooks_see_the_saved_tensors(pair: tuple[ORTModule, Net]) -> None:
     packed: list[torch.Size] = []
 
     def run(module: nn.Module) -> torch.Tensor:
@@ -352,7 +352,7 @@ def test_outputs_of_all_kinds() -> None:
     both((ours, net), run)
 
 
-def test_an_output_in_an_inputs_memory_stays_there() -> None:
+def test_an_output_that_shares_an_inputs_memory_is_a_view_of_it() -> None:
     ours = ORTModule(Several())
     x = data()
     out = ours(x)
@@ -384,7 +384,7 @@ def test_only_some_outputs_get_a_gradient() -> None:
 
 
 class Two(nn.Module):
-    """Both outputs read the same product; the second may be detached."""
+    """Both outputs read the same matmul; the second may be detached."""
 
     def __init__(self, detached: bool = False) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ class Two(nn.Module):
         return y.sigmoid(), (y.detach() if self.detached else y).exp()
 
 
-def test_a_detached_output_needs_no_gradient() -> None:
+def test_a_detached_output_requires_no_gradient() -> None:
     net = Two(detached=True)
     ours = ORTModule(copy.deepcopy(net))
     for _ in range(2):
@@ -406,8 +406,8 @@ def test_a_detached_output_needs_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_gradients_that_do_not_come_are_zeros(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the backward program for those that come would read what forward does not keep."""
+def test_missing_cotangents_are_zeros(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the backward program for the passed cotangents read a value that forward does not keep."""
     monkeypatch.setattr(
         "onnxtrain.execute.unit_builder.BackwardPrograms._forward_keeps_all", lambda self, special: False
     )
@@ -487,7 +487,7 @@ def test_tied_and_swapped_parameters(pair: tuple[ORTModule, Net]) -> None:
     both(pair, lambda m: m(data()).sum().backward())
 
 
-def test_errors_of_the_users_model_surface(pair: tuple[ORTModule, Net]) -> None:
+def test_errors_of_the_model_are_raised(pair: tuple[ORTModule, Net]) -> None:
     with pytest.raises(Exception, match=r"shape|size") as eager:
         pair[1](torch.randn(5, 7))
     with warnings.catch_warnings():
@@ -568,7 +568,7 @@ def dropping() -> tuple[ORTModule, Drops]:
 
 
 def seeded(run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """A run after the same seed, from no gradients."""
+    """Run from the same seed, without gradients."""
 
     def again(module: nn.Module) -> Any:
         torch.manual_seed(3)
@@ -579,7 +579,7 @@ def seeded(run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
 
 
 def _flips_between(module: nn.Module) -> torch.Tensor:
-    """A gradient is wanted at backward if it was wanted at forward, whatever the flag says now."""
+    """A gradient is computed if forward ran with requires_grad, whatever the flag is at backward."""
     module.requires_grad_(True)
     module.second.requires_grad_(False)
     y = module(data())
@@ -695,7 +695,7 @@ ODD: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_combinations(name: str, dropping: tuple[ORTModule, Drops]) -> None:
-    """As the first call, and after it."""
+    """In the first call, and in a later one."""
     for _ in range(3):
         both(dropping, seeded(ODD[name]))
 
@@ -732,7 +732,7 @@ def test_gradients_of_gradients(name: str, frozen: bool) -> None:
 
 
 def test_create_graph_refuses_an_input_that_was_changed() -> None:
-    """It would run forward on other numbers."""
+    """It would rerun forward on other values."""
     plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     kept, not_kept = torch.zeros(3, 6), plain[0].bias
     for changed, error in ((kept, (RuntimeError, "modified by an inplace")), (not_kept, (KernelError, "in place"))):
@@ -746,7 +746,7 @@ def test_create_graph_refuses_an_input_that_was_changed() -> None:
 
 
 def test_create_graph_after_a_later_forward_has_updated_buffers() -> None:
-    """The buffers are forward's own: it is run again with copies of them, and eager's backward does not read them."""
+    """Forward is rerun with copies of the buffers as they were; eager's backward does not read them."""
     net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
 
     def run(module: nn.Module) -> Any:
@@ -761,7 +761,7 @@ def test_create_graph_after_a_later_forward_has_updated_buffers() -> None:
         both((ORTModule(copy.deepcopy(net)), net), run)
 
 
-def test_copies_after_the_first_step_go_their_own_way(dropping: tuple[ORTModule, Drops]) -> None:
+def test_copies_after_the_first_step_are_independent(dropping: tuple[ORTModule, Drops]) -> None:
     step = seeded(lambda m: m(data()).square().sum().backward())
     both(dropping, step)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
@@ -840,8 +840,8 @@ def test_many_threads_share_one_capture() -> None:
     assert captures(ours) == 2, "with gradients, and without"
 
 
-def test_another_thread_is_not_disturbed_by_a_capture() -> None:
-    """What a capture patches stays as it is for other threads."""
+def test_a_capture_does_not_affect_other_threads() -> None:
+    """A capture's patches are local to its thread."""
 
     class Triples(torch.autograd.Function):
         @staticmethod

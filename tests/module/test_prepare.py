@@ -1,4 +1,4 @@
-"""onnxtrain.prepare: in place, and the model stays what it is."""
+"""onnxtrain.prepare works in place and keeps the model's class, names and state_dict."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def compare_prepared(entry: ZooModel, regional: bool | str, **options: Any) -> C
 
 @pytest.mark.everywhere
 @in_both_ways
-def test_it_trains_as_eager_does(regional: bool) -> None:
+def test_training_equals_eager(regional: bool) -> None:
     compare = compare_prepared(TOWER, regional)
     for batch in (3, 5, 1):
         compare.train(batch, 0)
@@ -95,7 +95,7 @@ def test_all_models_of_the_zoo(entry: ZooModel, regional: bool) -> None:
 
 
 @in_both_ways
-def test_the_model_stays_what_it_is(regional: bool) -> None:
+def test_prepare_keeps_class_signature_and_state_dict(regional: bool) -> None:
     model = Tower()
     names, keys, signature = dir(model), list(model.state_dict()), inspect.signature(model.forward)
     assert onnxtrain.prepare(model, regional) is model
@@ -116,7 +116,7 @@ def test_equal_blocks_share_their_programs_and_others_do_not() -> None:
     regions = report_of(model).regions
     assert [region.name for region in regions] == ["blocks.0", "blocks.1", "blocks.2"]
     assert not regions[0].shares_graph
-    assert regions[2].shares_graph  # the first block's input needs no gradient, those of the others do
+    assert regions[2].shares_graph  # the first block's input needs no gradient, the others' do
     first, second, third = ([*block.parameters()] for block in model.blocks)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in (*first, *second, *third))
 
@@ -188,7 +188,7 @@ def test_hooks_of_prepared_modules_run_once_around_the_graph(regional: bool) -> 
     assert all(region.compiled is not None for region in report_of(model).regions)
 
 
-def test_auto_says_what_it_decided_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_logs_its_decision_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one process" in str(report_of(onnxtrain.prepare(Tower())))
     assert "no repeated blocks" in report_of(onnxtrain.prepare(nn.Linear(2, 2))).reason
     hooked = Tower()
@@ -200,7 +200,7 @@ def test_auto_says_what_it_decided_and_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert not report_of(onnxtrain.prepare(Tower(), False)).by_block
 
 
-def test_preparing_anew_takes_the_new_way_and_options() -> None:
+def test_preparing_again_applies_the_new_mode_and_options() -> None:
     model = onnxtrain.prepare(Tower(), True)
     onnxtrain.prepare(model, False, rng="torch")
     assert [region.name for region in report_of(model).regions] == [""]
@@ -210,7 +210,7 @@ def test_preparing_anew_takes_the_new_way_and_options() -> None:
     assert [region.name for region in report_of(model).regions] == [""]
 
 
-def test_what_cannot_be_prepared_is_refused() -> None:
+def test_unsupported_models_and_arguments_are_refused() -> None:
     with pytest.raises(errors.OptionError, match="no repeated blocks"):
         onnxtrain.prepare(nn.Linear(2, 2), True)
     with pytest.raises(errors.OptionError, match="regional"):
@@ -236,7 +236,7 @@ def test_a_second_derivative_runs_the_models_own_forward() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_what_no_graph_can_hold_runs_in_pieces() -> None:
+def test_a_model_with_graph_breaks_is_prepared_in_parts() -> None:
     class Decides(Tower):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
             hidden = super().forward(x, scale)
@@ -272,11 +272,11 @@ def test_checkpointed_blocks() -> None:
         compare.train(batch, 0)
 
 
-# As libraries use it
+# As libraries use models
 
 
-def test_wrappers_that_ask_for_the_function_behind_forward() -> None:
-    """As accelerate does for mixed precision, and undoes it."""
+def test_wrappers_that_read_the_function_of_forward() -> None:
+    """As accelerate wraps forward for mixed precision, and unwraps it."""
     model = onnxtrain.prepare(Tower().eval())
     x = torch.randn(2, WIDTH)
     expected = model(x).detach()
@@ -321,6 +321,6 @@ def test_blocks_of_a_transformer() -> None:
     assert len(states) == 3
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_an_object_that_is_no_module_is_refused() -> None:
     with pytest.raises(errors.ORTModuleTorchModelException, match=r"torch\.nn\.Module"):
         onnxtrain.prepare(3)

@@ -1,4 +1,4 @@
-"""What scripts see of an ORTModule besides its numbers: forward's signature, methods, names, string arguments."""
+"""What scripts see of an ORTModule besides its results: forward's signature, methods, names, string arguments."""
 
 import copy
 import inspect
@@ -69,7 +69,7 @@ def test_a_method_put_on_the_wrapper_stays_there() -> None:
     assert ours.twice.__func__ is Net.twice
 
 
-def test_colliding_names_are_told() -> None:
+def test_colliding_names_are_warned_of() -> None:
     class Collides(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -93,7 +93,7 @@ def test_colliding_names_are_told() -> None:
         ORTModule(nn.Sequential(nn.Linear(2, 2)))
 
 
-def test_a_string_is_a_constant_and_told_once() -> None:
+def test_a_string_is_a_constant_and_warned_of_once() -> None:
     class Greets(nn.Module):
         def forward(self, x: torch.Tensor, text: str) -> torch.Tensor:
             return x + 1 if text.lower() == "hello" else x
@@ -112,7 +112,7 @@ def test_a_method_that_reads_its_class_stays_the_modules_own() -> None:
             return self(x)
 
         def run(self, x: torch.Tensor) -> torch.Tensor:
-            return type(self)._plain(self, x)  # as the `generate` of transformers
+            return type(self)._plain(self, x)  # as `generate` in transformers does
 
         def asks_its_argument(self, x: torch.Tensor) -> type:
             return type(x)

@@ -332,7 +332,7 @@ sleep 100
     from onnxtrain.native import Library
     library, another = Library("count", "", {{}}), Library("another", "", {{}})
     library.request()
-    another.request()  # waiting here would take longer than the process is waited for
+    another.request()  # waiting here would exceed the timeout of the process
     assert library.functions is None
     notes = pathlib.Path({str(notes)!r})
     while not (notes.exists() and notes.read_text()):

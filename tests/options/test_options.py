@@ -398,24 +398,27 @@ PREDECESSORS_VARIABLES = """
 # The test of each option's effect: its file under tests/, and its name.
 EFFECTS = {
     "rng": ("traps/test_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
-    "kernels": ("execute/test_regions.py", "test_a_model_trains_as_before_at_all_sizes"),
-    "process_wide": ("execute/test_reused_memory.py", "test_a_steps_memory_serves_the_next"),
+    "kernels": ("execute/test_regions.py", "test_training_equals_eager_at_all_sizes"),
+    "process_wide": ("execute/test_reused_memory.py", "test_the_next_step_reuses_a_steps_memory"),
     "cuda_graphs": ("execute/test_recorded_program.py", "test_training_is_the_same"),
     "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_left_out_raise_and_name_the_option"),
     "memory_budget_bytes": ("plan/test_memory_budget.py", "test_a_share_is_met_and_changes_no_bit"),
     "recompute": ("plan/test_memory_options.py", "test_less_is_kept_and_no_bit_changes"),
-    "early_gradients": ("execute/test_early_gradients.py", "test_gradients_are_those_of_one_backward_bit_for_bit"),
+    "early_gradients": ("execute/test_early_gradients.py", "test_gradients_are_bitwise_those_of_one_backward"),
     "skip_padding": ("options/test_options_less_work.py", "test_each_can_be_switched_off"),
     "disabled_passes": ("passes/test_zoo_without_passes.py", "test_a_disabled_pass_does_not_run"),
     "statistics": ("cli/test_explain.py", "test_work_is_counted_at_the_sizes_of_the_call"),
     "save_graphs": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
     "onnx_opset": ("compile/test_stages.py", "test_the_files_of_save_onnx_have_the_names_that_users_know"),
     "log_level": ("observe/test_logs.py", "test_the_level_is_the_loggers"),
-    "fallback_policy": ("module/test_faults.py", "test_what_onnxtrain_raises_keeps_its_frames"),
-    "fallback_retry": ("module/test_fallback.py", "test_falling_back_is_tried_once_unless_retry_is_asked_for"),
+    "fallback_policy": ("module/test_faults.py", "test_errors_of_onnxtrain_keep_their_frames"),
+    "fallback_retry": ("module/test_fallback.py", "test_capture_is_retried_only_on_request"),
     "pieces": ("dynamo/test_dynamo.py", "test_pieces_can_be_switched_off"),
     "custom_autograd": ("module/test_fallback.py", "test_custom_autograd_can_be_switched_off"),
-    "tuning": ("execute/test_kernel_choice.py", "test_with_tuning_off_known_answers_count_and_nothing_is_measured"),
+    "tuning": (
+        "execute/test_kernel_choice.py",
+        "test_with_tuning_off_earlier_answers_are_used_and_nothing_is_measured",
+    ),
     "cache_dir": ("capture/stored/test_stored.py", "test_a_second_module_takes_the_capture_from_disk"),
 }
 
