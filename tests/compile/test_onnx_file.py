@@ -64,12 +64,12 @@ def test_each_case_of_an_op_has_its_own_function_name(tmp_path):
 
     wide = np.stack([X, -X, X * 2], 1)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    found = session.run(None, {"x": X, "y": wide})
-    for result, alpha in zip(found, (1.0, 2.0, 1.0), strict=False):
+    outputs = session.run(None, {"x": X, "y": wide})
+    for result, alpha in zip(outputs, (1.0, 2.0, 1.0), strict=False):
         np.testing.assert_allclose(result, X / (1 + np.exp(-alpha * X)), rtol=1e-5)
-    for result, given in zip(found[3:], (X, wide), strict=False):
+    for result, given in zip(outputs[3:], (X, wide), strict=False):
         np.testing.assert_allclose(result, -np.log1p(np.exp(-given)), rtol=1e-5)
-    for result, given in zip(found[5:], (X, wide), strict=True):
+    for result, given in zip(outputs[5:], (X, wide), strict=True):
         np.testing.assert_array_equal(result, np.where(given > 0, given, 0))
 
 

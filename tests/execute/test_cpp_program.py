@@ -74,10 +74,10 @@ class Written:
         )
 
 
-def written(check: CaseCheck, known: Any) -> list[Written]:
+def written(check: CaseCheck, symbol_values: Any) -> list[Written]:
     """The functions of the programs that a check runs at these sizes, except those without an emitter."""
-    check.check_sizes(known)
-    programs = [check.forward, *(p for made in check.__dict__.get("_programs", {}).values() for p in made[2:])]
+    check.check_sizes(symbol_values)
+    programs = [check.forward, *(p for entry in check.__dict__.get("_programs", {}).values() for p in entry[2:])]
     seen: list[tuple[Program, list[tuple[int, ...]], tuple[int, ...]]] = []
     before = [program.run for program in programs]
 
@@ -91,17 +91,17 @@ def written(check: CaseCheck, known: Any) -> list[Written]:
 
     for program, run in zip(programs, before, strict=True):
         program.run = spy(program, run)
-    check.check_sizes(known)
+    check.check_sizes(symbol_values)
     for program, run in zip(programs, before, strict=True):
         program.run = run
-    found = []
+    cases = []
     for program, shapes, sizes_in in seen:
         try:
             if cpp_program.may_be_cpp_program(program.part, least=1):
-                found.append(Written(program, shapes, sizes_in))
+                cases.append(Written(program, shapes, sizes_in))
         except (UnsupportedError, GraphError):
             continue
-    return found
+    return cases
 
 
 def check_cases(cases: Sequence[OpCase], dtype: torch.dtype, form: Form) -> int:
@@ -110,10 +110,10 @@ def check_cases(cases: Sequence[OpCase], dtype: torch.dtype, form: Form) -> int:
     texts, signatures, count = [], {}, 0
     for case in cases:
         check = CaseCheck(case, dtype)
-        for known in list(case.size_sets())[:2]:
-            found = written(check, known)
-            runs.append((check, known, found, count))
-            for one in found:
+        for symbol_values in list(case.size_sets())[:2]:
+            written_functions = written(check, symbol_values)
+            runs.append((check, symbol_values, written_functions, count))
+            for one in written_functions:
                 name = f"{NAME}_{count}"
                 texts.append(re.sub(rf"\b{NAME}\(", f"{name}(", one.function.text))
                 signatures[name] = "p"
@@ -121,14 +121,14 @@ def check_cases(cases: Sequence[OpCase], dtype: torch.dtype, form: Form) -> int:
     function = Function("\n".join(texts), (), ())
     library = Library("cpp-program-test", function.source, signatures, short=True)
     assert library.wait(), library.failure
-    for check, known, found, first in runs:
-        before = [one.program.run for one in found]
-        for number, one in enumerate(found, first):
+    for check, symbol_values, written_functions, first in runs:
+        before = [one.program.run for one in written_functions]
+        for number, one in enumerate(written_functions, first):
             one.use(library.functions, f"{NAME}_{number}", form)
-        check.check_sizes(known)
-        for one, run in zip(found, before, strict=True):
+        check.check_sizes(symbol_values)
+        for one, run in zip(written_functions, before, strict=True):
             one.program.run = run
-    return sum(not one.declined for _, _, found, _ in runs for one in found)
+    return sum(not one.declined for _, _, written_functions, _ in runs for one in written_functions)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -224,17 +224,17 @@ def step(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[cpp_program.CppProgram]:
     """Every program that may be compiled, as it is made; the compiled function always counts as faster."""
-    found: list[cpp_program.CppProgram] = []
+    programs: list[cpp_program.CppProgram] = []
     watch = cpp_program.watch
 
     def noted(program: Program) -> None:
-        made = watch(program)
-        if made is not None:
-            found.append(made)
+        cpp = watch(program)
+        if cpp is not None:
+            programs.append(cpp)
 
     monkeypatch.setattr(cpp_program, "watch", noted)
     monkeypatch.setattr(cpp_program, "_is_faster", lambda call, ordinary: True)
-    return found
+    return programs
 
 
 def settle(module: nn.Module, x: torch.Tensor, calls: Sequence[cpp_program.CppProgram], count: int) -> None:
@@ -263,8 +263,8 @@ def test_outputs_are_not_overwritten_by_the_next_call(calls: list[cpp_program.Cp
     """The function's own memory is static; its outputs are not."""
     module = ORTModule(mlp(nn.ReLU()))
     settle(module, torch.randn(5, 6), calls, 2)
-    found = [(step(module, x), x) for x in torch.randn(3, 5, 6)]
-    for results, x in found:
+    runs = [(step(module, x), x) for x in torch.randn(3, 5, 6)]
+    for results, x in runs:
         for kept, again in zip(results, step(module, x), strict=True):
             torch.testing.assert_close(kept, again, rtol=0, atol=0)
 
@@ -284,22 +284,22 @@ def test_two_forwards_before_backward(calls: list[cpp_program.CppProgram]) -> No
 
 
 class Returns(nn.Module):
-    def __init__(self, what: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    def __init__(self, compute: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.what = what
+        self.compute = compute
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.what(x, self.linear(x).relu() * 2)
+        return self.compute(x, self.linear(x).relu() * 2)
 
 
 @pytest.mark.parametrize(
-    "what",
+    "compute",
     [lambda x, y: (y, y.view(-1)), lambda x, y: (y * 2, x.view(-1)), lambda x, y: y * torch.rand(6)],
     ids=["a view of another result", "a view of an input", "random"],
 )
-def test_programs_that_are_not_compiled(what: Callable[..., Any], calls: list[cpp_program.CppProgram]) -> None:
-    module = ORTModule(Returns(what))
+def test_programs_that_are_not_compiled(compute: Callable[..., Any], calls: list[cpp_program.CppProgram]) -> None:
+    module = ORTModule(Returns(compute))
     results = module(torch.randn(5, 6))
     forward = engine_of(module).newest().unit.forward
     assert not any(call._program is forward for call in calls)

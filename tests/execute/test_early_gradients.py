@@ -60,8 +60,8 @@ def both(compared: Sides, run: Callable[[nn.Module, nn.Module], Any]) -> None:
     """Run the same on ours and on eager; results and gradients must be equal."""
     results = []
     for runs, module in compared:
-        given = run(runs, module)
-        results.append([*given, *(p.grad for p in module.parameters())])
+        output = run(runs, module)
+        results.append([*output, *(p.grad for p in module.parameters())])
     mine, eager = results
     assert len(mine) == len(eager)
     for a, b in zip(mine, eager, strict=True):
@@ -96,7 +96,7 @@ def stages_of(model: nn.Module) -> int:
 def test_gradients_are_bitwise_those_of_one_backward(entry: ZooModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_stages, "_MAX_STAGES", 1_000_000)
     module = entry.build(torch.float32)
-    found = []
+    gradients = []
     for early in (False, True):
         mine = copy.deepcopy(module)
         model = ORTModule(mine, rng="torch", early_gradients=early, skip_padding="never")
@@ -104,10 +104,10 @@ def test_gradients_are_bitwise_those_of_one_backward(entry: ZooModel, monkeypatc
             call = entry.arguments(batch, length)
             torch.manual_seed(5)
             entry.loss(model(*call.args, **call.kwargs)).backward()  # .grad of one call is added to by the next
-        found.append({name: p.grad for name, p in mine.named_parameters()})
-    assert found[0].keys() == found[1].keys()
-    for name, plain in found[0].items():
-        staged = found[1][name]
+        gradients.append({name: p.grad for name, p in mine.named_parameters()})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, plain in gradients[0].items():
+        staged = gradients[1][name]
         assert (plain is None) == (staged is None), name
         assert plain is None or (staged is not None and torch.equal(staged, plain)), name
 
@@ -193,10 +193,10 @@ def test_backward_for_some_inputs() -> None:
     def run(runs: nn.Module, module: nn.Module) -> list[Any]:
         tokens, scale = inputs()
         wanted = [module.get_parameter("layers.2.weight"), scale, module.get_parameter("table.weight")]
-        found = [*torch.autograd.grad(loss_of(runs(tokens, scale)), wanted)]
+        gradients = [*torch.autograd.grad(loss_of(runs(tokens, scale)), wanted)]
         assert all(p.grad is None for p in module.parameters())
         loss_of(runs(tokens, scale)).backward(inputs=[module.get_parameter("norm.weight")])
-        return [*found, scale.grad]
+        return [*gradients, scale.grad]
 
     both(sides(), run)
 

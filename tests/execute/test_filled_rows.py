@@ -78,16 +78,16 @@ def padded(seed: int, batch: int = 12, steps: int = 40) -> torch.Tensor:
 @pytest.fixture
 def answers(log: Recorders, monkeypatch: pytest.MonkeyPatch) -> list[KeptTokens | None]:  # noqa: F811
     """The kept tokens of each batch, with recorded programs and attention that does not wait for lengths."""
-    found: list[KeptTokens | None] = []
+    decisions: list[KeptTokens | None] = []
     kept_tokens = PackingCheck.kept_tokens
 
     def asked(self: PackingCheck, *arguments: Any) -> KeptTokens | None:
-        found.append(kept_tokens(self, *arguments))
-        return found[-1]
+        decisions.append(kept_tokens(self, *arguments))
+        return decisions[-1]
 
     monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
     monkeypatch.setattr(packed_variants, "flash_runs", lambda *arguments: True)
-    return found
+    return decisions
 
 
 def filled(model: nn.Module, rng: str = "fast") -> ORTModule:
@@ -104,13 +104,13 @@ def count(kept: KeptTokens | None) -> tuple[int, int]:
 
 
 def test_row_counts_are_at_most_an_eighth_apart() -> None:
-    found = [rounded_up(n) for n in range(1, 40000)]
-    assert all(r >= n and r % LEAST_STEP == 0 for n, r in enumerate(found, 1))
-    assert all(r <= max(n * (1 + 1 / STEPS), n + LEAST_STEP) for n, r in enumerate(found, 1))
-    assert found == sorted(found)
+    counts = [rounded_up(n) for n in range(1, 40000)]
+    assert all(r >= n and r % LEAST_STEP == 0 for n, r in enumerate(counts, 1))
+    assert all(r <= max(n * (1 + 1 / STEPS), n + LEAST_STEP) for n, r in enumerate(counts, 1))
+    assert counts == sorted(counts)
     for low in (512, 1000, 4096, 9999):  # a recording for each of them is remembered
-        assert len(set(found[low - 1 : 2 * low - 2])) <= MOST_SIZES + 1
-    waste = [r / n - 1 for n, r in enumerate(found, 1) if n >= FEWEST_TOKENS]
+        assert len(set(counts[low - 1 : 2 * low - 2])) <= MOST_SIZES + 1
+    waste = [r / n - 1 for n, r in enumerate(counts, 1) if n >= FEWEST_TOKENS]
     assert sum(waste) / len(waste) < 0.05
 
 
@@ -183,12 +183,12 @@ def test_create_graph_reruns_the_module_on_the_batch(answers: list[KeptTokens | 
     module = Normalised().double()
     wrapped = filled(module)
     batch = batch_of(FORMS["right"])
-    found = []
+    gradients = []
     for run in (wrapped, module):
         with sdpa_kernel(SDPBackend.MATH):  # the only backend with a second derivative
             (g,) = torch.autograd.grad(run(*batch), module.words.weight, create_graph=True)
-        found.append(torch.autograd.grad(g.square().sum(), module.score.weight)[0])
-    torch.testing.assert_close(*found)
+        gradients.append(torch.autograd.grad(g.square().sum(), module.score.weight)[0])
+    torch.testing.assert_close(*gradients)
 
 
 # When
@@ -292,9 +292,9 @@ def test_packed_batches_need_few_recordings_on_gpu(monkeypatch: pytest.MonkeyPat
     wrapped = filled(inner)
     for seed in range(14):
         words = padded(seed).cuda()
-        found = [results(run, module, words) for run, module in ((wrapped, inner), (eager, eager), (exact, exact))]
-        largest = max(t.abs().max().item() for t in found[2])
-        for index, (ours, theirs, right) in enumerate(zip(*found, strict=True)):
+        outcomes = [results(run, module, words) for run, module in ((wrapped, inner), (eager, eager), (exact, exact))]
+        largest = max(t.abs().max().item() for t in outcomes[2])
+        for index, (ours, theirs, right) in enumerate(zip(*outcomes, strict=True)):
             assert_no_worse_than_eager(f"result {index}", ours, theirs, right, largest)
     sizes = [count(kept)[1] for kept in answers]
     assert len(plays) == 2 * sum(max(0, sizes.count(size) - CALLS) for size in set(sizes)) > 6
@@ -307,13 +307,13 @@ def test_each_replay_samples_as_eager_on_gpu() -> None:
     model = ORTModule(copy.deepcopy(eager), rng="torch", cuda_graphs=True)
     x = torch.randn(64, 16, device="cuda")
     for number in range(CALLS + 5):  # includes the warm-ups of a recording
-        found = []
+        samples = []
         for run in (model, eager):
             torch.manual_seed(number)
             y = [run(x), run(x)]
             assert not torch.equal(*y)
-            found.append([*y, torch.rand(4, device="cuda")])
-        for ours, theirs in zip(*found, strict=True):
+            samples.append([*y, torch.rand(4, device="cuda")])
+        for ours, theirs in zip(*samples, strict=True):
             torch.testing.assert_close(ours, theirs)
 
 

@@ -122,8 +122,8 @@ def test_a_value_with_another_reader_is_not_overwritten(name: str) -> None:
         for module in (model, ours):
             mine = x.clone().requires_grad_()
             model.zero_grad()
-            found = module(mine)
-            outputs = found if isinstance(found, tuple) else (found,)
+            result = module(mine)
+            outputs = result if isinstance(result, tuple) else (result,)
             if outputs[0].requires_grad:
                 sum((o * o.detach().cos()).sum() for o in outputs).backward()
             results.append([*outputs, mine, mine.grad, model.weight.grad])
@@ -224,9 +224,9 @@ def test_user_code_may_keep_its_arguments_and_results(user: str, name: str) -> N
     with torch.no_grad():
         ours(x)
         expected = x @ ours.weight
-    taken, given = KEPT[-2:]
+    taken, result = KEPT[-2:]
     torch.testing.assert_close(taken, expected.t() if "view" in name else expected)
-    torch.testing.assert_close(given, 2 * taken)
+    torch.testing.assert_close(result, 2 * taken)
 
 
 def test_backward_does_not_overwrite_saved_tensors() -> None:
@@ -261,11 +261,11 @@ def test_gradients_of_activations_overwrite_dead_values(name: str, dtype: torch.
     for rows in (3, 8000):
         x = torch.randn(rows, 5, dtype=dtype)
         dy = torch.randn(rows, 5, dtype=dtype)
-        found = [
+        gradients = [
             torch.autograd.grad(run(x.to(wide)), [run.get_parameter("weight")], dy.to(wide))[0]
             for run, wide in ((ours, dtype), (model, dtype), (exact, torch.float64))
         ]
-        assert_no_worse_than_eager(name, *found)
+        assert_no_worse_than_eager(name, *gradients)
     assert f"{name}(" in sources(ours)
 
 
@@ -278,7 +278,7 @@ def test_a_cotangent_with_another_reader_is_not_overwritten(name: str) -> None:
     for each in (model, branched):
         held = dy.clone()
         ours = ORTModule(each)
-        found = [torch.autograd.grad(run(x), list(run.parameters()), held)[0] for run in (ours, each)]
-        torch.testing.assert_close(*found)
+        gradients = [torch.autograd.grad(run(x), list(run.parameters()), held)[0] for run in (ours, each)]
+        torch.testing.assert_close(*gradients)
         assert torch.equal(held, dy)
         assert f"{name}(" not in sources(ours)

@@ -236,11 +236,11 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_rewritten(file: pathlib.Pa
 
 def test_each_machine_has_its_own_file(tmp_path: pathlib.Path, described_machine: Describe) -> None:
     """The number of threads, ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA make other settings of one machine."""
-    found = []
+    files = []
     for facts in ({}, {"threads": 77}, {"vectors": "default"}, {"onednn_instructions": frozenset({"avx2"})}):
         described_machine("amx", **facts)
-        found.append(file_of(tmp_path))
-    assert len(set(found)) == len(found)
+        files.append(file_of(tmp_path))
+    assert len(set(files)) == len(files)
 
 
 def test_an_unwritable_folder_does_not_stop_training(tmp_path: pathlib.Path) -> None:
@@ -506,14 +506,14 @@ def test_the_tune_command_measures_shows_and_forgets(
 def test_the_tune_command_ignores_answers_at_nearby_sizes(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = "onnxtrain::Linear() float 512x128 256x128 256"
-    save(file_of(tmp_path), {known: answered(aten=1e-3, onednn=2e-3)})
+    nearby = "onnxtrain::Linear() float 512x128 256x128 256"
+    save(file_of(tmp_path), {nearby: answered(aten=1e-3, onednn=2e-3)})
     seen: list[set[str]] = []
-    monkeypatch.setattr(trial, "worse_nearby", lambda *given: seen.append(set(given[3])) or set())
+    monkeypatch.setattr(trial, "worse_nearby", lambda *arguments: seen.append(set(arguments[3])) or set())
     assert cli.main(["tune", "--shapes", "256x128x256", "--folder", str(tmp_path)]) == 0
     assert seen
-    assert not any(known in answers for answers in seen)
-    assert known in load(file_of(tmp_path))
+    assert not any(nearby in answers for answers in seen)
+    assert nearby in load(file_of(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["12", "0x4x4", "axbxc", "1x2x3x4"])

@@ -100,17 +100,17 @@ def test_narrow_matmul(name: str, dtype: torch.dtype, described_machine: Describ
 @every_machine
 def test_narrow_convolution(name: str, described_machine: Describe) -> None:
     machine = described_machine(name)
-    found = first(seconds_of(CONVOLUTION, torch.bfloat16, (32, 8, 64, 64), (8, 8, 3, 3), ()))
-    assert found == ("aten" if multiplies(machine, torch.bfloat16) else "float32")
+    fastest = first(seconds_of(CONVOLUTION, torch.bfloat16, (32, 8, 64, 64), (8, 8, 3, 3), ()))
+    assert fastest == ("aten" if multiplies(machine, torch.bfloat16) else "float32")
 
 
 @every_machine
 def test_weight_gradient(name: str, described_machine: Describe) -> None:
     """A convolution takes 3.4 times as long as MKL on an EPYC without AVX-512, where it is no candidate."""
     machine = described_machine(name)
-    found = weight_gradient_seconds(2048)
-    assert ("convolution" in found) == has_avx512(machine)
-    assert first(found) == ("convolution" if prefers_onednn(machine) else "aten")
+    seconds = weight_gradient_seconds(2048)
+    assert ("convolution" in seconds) == has_avx512(machine)
+    assert first(seconds) == ("convolution" if prefers_onednn(machine) else "aten")
 
 
 def test_weight_gradients_by_convolution_need_rows_in_sixteens(described_machine: Describe) -> None:
@@ -141,14 +141,14 @@ def test_chosen_kernel_of_a_graph(name: str, described_machine: Describe) -> Non
 
 
 def test_more_threads_are_expected_to_take_less_time(described_machine: Describe) -> None:
-    found = []
+    times = []
     for name in ("one-core", "avx2", "many-cores"):
         machine = described_machine(name)
-        found.append(
+        times.append(
             (linear_seconds(2048, 384)["aten"], moving_seconds(1 << 30, machine), widening_seconds(1 << 30, machine))
         )
-    assert found == sorted(found, reverse=True)
-    one, two, many = (row[1] for row in found)
+    assert times == sorted(times, reverse=True)
+    one, two, many = (row[1] for row in times)
     assert one / two == pytest.approx(2, rel=1e-2)
     assert two / many == pytest.approx(48, rel=1e-2)
 
@@ -283,8 +283,8 @@ def test_current_machine_has_the_present_number_of_threads(monkeypatch: pytest.M
 @every_machine
 def test_a_limited_machine_has_nothing_that_this_one_lacks(name: str) -> None:
     real = REAL(1)
-    found = limited(MACHINES[name], real)
-    assert found.instructions <= real.instructions
-    assert found.onednn_instructions <= real.onednn_instructions
-    assert found.onednn_bfloat16 <= real.onednn_bfloat16
-    assert found.code_target == real.code_target
+    machine = limited(MACHINES[name], real)
+    assert machine.instructions <= real.instructions
+    assert machine.onednn_instructions <= real.onednn_instructions
+    assert machine.onednn_bfloat16 <= real.onednn_bfloat16
+    assert machine.code_target == real.code_target

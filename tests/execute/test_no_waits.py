@@ -56,19 +56,19 @@ def run(part: Part, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = ()) 
     if RECORDINGS.refusal(part) is not None:
         return None
     program = Program(part, "without elements", META, lambda node, _: expected_kernel(node, "cuda"))
-    given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
-    program.run(list(given), sizes)  # warm-up: kernels have cached their constants now
+    arguments = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
+    program.run(list(arguments), sizes)  # warm-up: kernels have cached their constants now
     with Copies(), Numbers():
-        return program.run(given, sizes)
+        return program.run(arguments, sizes)
 
 
 def run_case(case: OpCase, dtype: torch.dtype) -> None:
-    check, known = CaseCheck(case, dtype), next(iter(case.size_sets()))
-    tensors = check.tensors(known)
-    found = run(single_part(check.model), tensors)
-    if found is None or not check.differentiable:
+    check, symbol_values = CaseCheck(case, dtype), next(iter(case.size_sets()))
+    tensors = check.tensors(symbol_values)
+    outputs = run(single_part(check.model), tensors)
+    if outputs is None or not check.differentiable:
         return
-    cotangents = [None if t is None or not (t.is_floating_point() or t.is_complex()) else t for t in found[0]]
+    cotangents = [None if t is None or not (t.is_floating_point() or t.is_complex()) else t for t in outputs[0]]
     joint = check._joint(tuple(c is not None for c in cotangents))
     parts = cut(joint)
     results, sizes = run(parts.forward, tensors)

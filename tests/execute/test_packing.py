@@ -134,9 +134,9 @@ def test_a_step_waits_for_the_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits == [1]
 
 
-@pytest.mark.parametrize(("how", "flash", "waits"), [(None, True, False), (None, False, True), ("added", True, True)])
+@pytest.mark.parametrize(("bias", "flash", "waits"), [(None, True, False), (None, False, True), ("added", True, True)])
 def test_attention_that_would_wait_for_lengths_is_not_packed(
-    how: str | None, flash: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+    bias: str | None, flash: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[PackingPlan | None] = []
 
@@ -146,7 +146,7 @@ def test_attention_that_would_wait_for_lengths_is_not_packed(
 
     monkeypatch.setattr(packed_variants, "plan_packing", planned)
     monkeypatch.setattr(packed_variants, "flash_runs", lambda *arguments: flash)
-    ORTModule(Encoder(bool_mask) if how is None else Biased(how))(*batch_of(FORMS["right"]))
+    ORTModule(Encoder(bool_mask) if bias is None else Biased(bias))(*batch_of(FORMS["right"]))
     (plan,) = plans
     assert plan is not None
     assert (packed_variants.waits_for_lengths(plan, torch.device("cuda")) is not None) == waits

@@ -61,9 +61,9 @@ class Recorders:
 
     def since(self) -> tuple[int, int]:
         """The numbers of recordings and replays since the last call."""
-        found = self.records, self.plays
+        counts = self.records, self.plays
         self.records = self.plays = 0
-        return found
+        return counts
 
 
 class CpuRecorder:
@@ -277,9 +277,9 @@ def test_results_that_are_no_views_may_be_changed_in_place(log: Recorders) -> No
 
     def results(model: nn.Module) -> list[torch.Tensor]:
         for _ in range(CALLS + 1):
-            found = model(torch.ones(2, 3, requires_grad=True))
-        found[0].mul_(2)
-        return [*(t.detach() for t in found), torch.tensor([t._is_view() for t in found])]
+            outputs = model(torch.ones(2, 3, requires_grad=True))
+        outputs[0].mul_(2)
+        return [*(t.detach() for t in outputs), torch.tensor([t._is_view() for t in outputs])]
 
     Trained(ORTModule(Shared(), rng="torch", cuda_graphs=True), log).both(results)
     assert log.since() == (1, 1)
@@ -314,10 +314,10 @@ def test_a_moved_parameter_is_read_at_its_new_address(log: Recorders) -> None:
         weight.data = weight.data * 1.5
         old.fill_(float("nan"))
         for number in range(CALLS + 3):
-            found = small_step(model, number)
+            gradient = small_step(model, number)
             log.poison()
             log.busy = True
-            torch.testing.assert_close(found, small_step(model, number), rtol=0, atol=0)
+            torch.testing.assert_close(gradient, small_step(model, number), rtol=0, atol=0)
             log.busy = False
         records, plays = log.since()
         # Once it has moved too often, it is copied at each call, and nothing is recorded any more when it moves.
@@ -399,15 +399,15 @@ def test_sizes_and_views_of_backward(log: Recorders, result: int) -> None:
     trained = Trained(ORTModule(Summed().double(), rng="torch", cuda_graphs=True), log)
 
     def gradients(model: nn.Module) -> list[torch.Tensor]:
-        found = []
+        collected = []
         for number in range(2 * CALLS + 4):
             x = torch.full((3 + number % 2, 4), 0.1 * number, dtype=torch.float64, requires_grad=True)
             y = model(x)[result]
-            found += [y, torch.tensor(y.stride())]
+            collected += [y, torch.tensor(y.stride())]
             for cotangent in (torch.full_like(y, number), torch.tensor(float(number)).double().expand_as(y)):
-                found += torch.autograd.grad(y, x, cotangent, retain_graph=True)
+                collected += torch.autograd.grad(y, x, cotangent, retain_graph=True)
                 log.poison()
-        return found
+        return collected
 
     trained.both(gradients)
     assert (
@@ -482,14 +482,14 @@ def test_each_replay_samples_anew(log: Recorders) -> None:
 
     def masks(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        found = []
+        outputs = []
         for _ in range(CALLS + 4):
             x = torch.ones(4, 9, dtype=torch.float64, requires_grad=True)
             y = model(x)
-            found += [y.detach(), *torch.autograd.grad(y.sum(), x)]
+            outputs += [y.detach(), *torch.autograd.grad(y.sum(), x)]
             log.poison()
-        assert not any(torch.equal(a, b) for a, b in zip(found[:-2:2], found[2::2], strict=True))
-        return [*found, torch.rand(1)]
+        assert not any(torch.equal(a, b) for a, b in zip(outputs[:-2:2], outputs[2::2], strict=True))
+        return [*outputs, torch.rand(1)]
 
     trained.both(masks)
     assert log.since() == (2, 8)

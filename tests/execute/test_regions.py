@@ -138,13 +138,13 @@ def test_unfused_nodes_have_a_reason() -> None:
         return rounded, op.Exp(x), op.Exp(other), apart(op, x, other, op.Transpose(other, perm=[1, 0]))
 
     part = part_of(mixed, ["b 8", "8 8"])
-    found = find_regions(part, Storages(part.nodes, SIZES, "cpu"))
-    said = {node.op_type: reason for node, reason in found.refused}
+    result = find_regions(part, Storages(part.nodes, SIZES, "cpu"))
+    said = {node.op_type: reason for node, reason in result.refused}
     assert set(said) == {"Neg", "Exp", "QuickGelu", "Mul"}
     assert "INT64" in said["Neg"]
     assert "would save nothing" in said["Exp"]
     assert "would raise the peak by" in said["QuickGelu"]
-    assert not found.regions
+    assert not result.regions
 
 
 # One region as a call
@@ -314,10 +314,10 @@ def test_each_region_runs_by_its_kernel_as_soon_as_it_is_built(
     build, there, go = fused.build, threading.Semaphore(0), threading.Semaphore(0)
 
     def one_by_one(requests: Sequence[Request], dump: Path | None) -> Iterator[Any]:
-        for made in build(requests, dump):
+        for built in build(requests, dump):
             there.release()  # all before is swapped in
             go.acquire()
-            yield made
+            yield built
 
     def counted(path: Path, device: torch.device) -> Any:
         kernel = nodes_as_kernel(path)
@@ -470,17 +470,22 @@ def broke(process: Process, folder: Path, cache: Path, limit_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "name", "made", "message"),
+    ("owner", "name", "replacement", "message"),
     [
         (compiler, "find", lambda: None, "there is no C++ compiler"),
         (Process, "compile", broke, "it broke"),
     ],
 )
 def test_a_failing_compiler_is_warned_of_once(
-    of: Any, name: str, made: Any, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owner: Any,
+    name: str,
+    replacement: Any,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(of, name, made)
-    for _ in range(2):  # modules, of two programs each
+    monkeypatch.setattr(owner, name, replacement)
+    for _ in range(2):  # modules of two programs each
         trained = Trained(monkeypatch, kernels="fused-all")
         trained.prepared()
         assert not any(program.calls for program in trained.programs)
@@ -515,10 +520,10 @@ def test_several_threads_compile_once(made_up: list[Path], monkeypatch: pytest.M
     trained.check(3, 5)  # captured once
     forward, backward = trained.programs
     x = torch.randn(3, 5, 8, requires_grad=True)
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
     def work() -> None:
-        found.extend(trained.module(x).detach() for _ in range(5))
+        outputs.extend(trained.module(x).detach() for _ in range(5))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -528,9 +533,9 @@ def test_several_threads_compile_once(made_up: list[Path], monkeypatch: pytest.M
     trained.prepared()
     assert started.count(forward) == 1
     assert started.count(backward) == 1
-    assert len(found) == 20
+    assert len(outputs) == 20
     expected, exact = trained.eager(x).detach(), trained.exact(x.double()).detach()
-    for each in found:
+    for each in outputs:
         assert_no_worse_than_eager("y", each, expected, exact)
 
 

@@ -118,9 +118,9 @@ def test_one_process_compiles_all_regions_in_order(made_up_child: Callable[[str]
     made_up_child(f"import os\n{SEALS}\nanswer(lambda folder: sealed(folder, b'%d' % os.getpid()))")
     requests = [a_request(width) for width in range(8, 12)]
     first, second = building.build(requests[1:]), building.build(requests[:2])
-    found = [next(first), *second, *first]
-    assert [request for request, _ in found] == [requests[1], requests[0], requests[1], *requests[2:]]
-    written_by = {path.read_bytes()[: -build._DIGEST_BYTES] for _, path in found if isinstance(path, Path)}
+    results = [next(first), *second, *first]
+    assert [request for request, _ in results] == [requests[1], requests[0], requests[1], *requests[2:]]
+    written_by = {path.read_bytes()[: -build._DIGEST_BYTES] for _, path in results if isinstance(path, Path)}
     assert len(written_by) == 1
     assert building._process._running is None
     with pytest.raises(ProcessLookupError):
@@ -222,16 +222,16 @@ def test_two_threads_warn_of_a_reason_once(caplog: pytest.LogCaptureFixture) -> 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The requests of a fake compiler, which writes a file with its digest."""
-    found: list[Path] = []
+    folders: list[Path] = []
 
     def compiled(process: Process, folder: Path, cache: Path, limit_s: float) -> None:
-        found.append(folder)
+        folders.append(folder)
         library = folder / request.LIBRARY
         library.write_bytes(b"a library")
         append_digest(library)
 
     monkeypatch.setattr(Process, "compile", compiled)
-    return found
+    return folders
 
 
 def test_a_cached_region_is_not_compiled_again(compilations: list[Path]) -> None:

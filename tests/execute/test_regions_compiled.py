@@ -49,8 +49,10 @@ def test_a_compiled_region_equals_its_nodes(kind: str, dtype: torch.dtype) -> No
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
     call = compiled(part, shapes, CPU)
     for b, s, h in ((2, 3, 5), (4, 2, 64), (33, 9, 130), (1, 3, 4), (3, 0, 2), (2, 2, 2)):
-        known = {"b": b, "s": s, "h": h}
-        inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.dims_of(v)], dtype=dtype) for v in part.inputs]
+        symbol_values = {"b": b, "s": s, "h": h}
+        inputs = [
+            torch.randn([sizes.evaluate(n, symbol_values) for n in sizes.dims_of(v)], dtype=dtype) for v in part.inputs
+        ]
         compare(call, part, inputs)
     with_special = [t.clone() for t in inputs]
     for tensor in with_special:
@@ -83,14 +85,14 @@ def test_a_model_trains_with_compiled_regions(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_model_trains_with_cached_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a second process, without running the compiler."""
-    found = []
+    outputs = []
     for _ in range(2):
         child = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(TRAINS)], capture_output=True, text=True, check=False
         )
         assert child.returncode == 0, child.stderr
-        found.append(json.loads(child.stdout.splitlines()[-1]))
-    first, second = found
+        outputs.append(json.loads(child.stdout.splitlines()[-1]))
+    first, second = outputs
     assert first["compiled"] > 0
     assert second["compiled"] == 0
     assert first["calls"] == second["calls"] > 0
@@ -147,8 +149,10 @@ def test_a_region_on_a_gpu_equals_its_nodes(kind: str) -> None:
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
     call = compiled(part, shapes, gpu)
     for b, s, h in ((2, 3, 5), (33, 9, 130), (1, 3, 4), (3, 0, 2)):
-        known = {"b": b, "s": s, "h": h}
-        inputs = [torch.randn([sizes.evaluate(n, known) for n in sizes.dims_of(v)], device=gpu) for v in part.inputs]
+        symbol_values = {"b": b, "s": s, "h": h}
+        inputs = [
+            torch.randn([sizes.evaluate(n, symbol_values) for n in sizes.dims_of(v)], device=gpu) for v in part.inputs
+        ]
         compare(call, part, inputs)
 
 

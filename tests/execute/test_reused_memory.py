@@ -122,10 +122,10 @@ def test_results_of_a_program_stay_valid() -> None:
         x = torch.randn(512, 16, requires_grad=True)
         y = module(x)
         y.sum().backward()
-        found = [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-        kept.append((found, [t.clone() for t in found]))
-    for found, copies in kept:
-        assert all(map(torch.equal, found, copies))
+        tensors = [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+        kept.append((tensors, [t.clone() for t in tensors]))
+    for tensors, copies in kept:
+        assert all(map(torch.equal, tensors, copies))
 
 
 def test_tensors_outlive_the_module() -> None:
@@ -206,9 +206,9 @@ def test_the_allocator_is_removed_with_the_last_module_and_tensor() -> None:
 
 def test_blocks_are_reused_for_slightly_smaller_tensors() -> None:
     del_me = inside(lambda: torch.empty(10 * MB // 4))
-    place = del_me.data_ptr()
+    address = del_me.data_ptr()
     del del_me
-    assert inside(lambda: torch.empty(9 * MB // 4)).data_ptr() == place
+    assert inside(lambda: torch.empty(9 * MB // 4)).data_ptr() == address
     assert held()[1] >= 10 * MB
 
 
@@ -273,20 +273,20 @@ def test_convolutions_inside_and_outside_programs() -> None:
 
 def test_threads() -> None:
     modules = [ORTModule(Wide(), process_wide="reuse_memory") for _ in range(3)]
-    given: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def work(module: nn.Module) -> None:
         torch.manual_seed(1)
-        given.extend(step(module, rows).detach() for rows in (16, 64, 32, 48) * 5)
+        results.extend(step(module, rows).detach() for rows in (16, 64, 32, 48) * 5)
 
     threads = [threading.Thread(target=work, args=(m,)) for m in modules]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert len(given) == 60
-    assert all(t.isfinite().all() for t in given)
-    given.clear()  # on another thread than made them
+    assert len(results) == 60
+    assert all(t.isfinite().all() for t in results)
+    results.clear()  # on another thread than made them
     modules.clear()
     gc.collect()
     assert held() == (0, 0)

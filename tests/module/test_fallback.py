@@ -219,16 +219,16 @@ class Wrong(Base):
         raise KeyError("my own error")
 
 
-@pytest.mark.parametrize("how", ["shape", "attribute", "raise"])
-def test_errors_of_the_model_are_raised_unchanged(how: str) -> None:
+@pytest.mark.parametrize("mistake", ["shape", "attribute", "raise"])
+def test_errors_of_the_model_are_raised_unchanged(mistake: str) -> None:
     module, x = Wrong(), torch.ones(2, 3, WIDTH)
     with pytest.raises(Exception) as expected:  # whatever eager raises
-        module(x, how)
+        module(x, mistake)
     ours = ORTModule(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no fallback warning: the model itself is wrong
         with pytest.raises(type(expected.value), match=re.escape(str(expected.value)[:30])) as raised:
-            ours(x, how)
+            ours(x, mistake)
     assert any(__file__ in str(entry.path) and entry.name == "forward" for entry in raised.traceback)
 
 

@@ -63,7 +63,7 @@ def fail() -> None:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object] | None], None]:
-    return lambda where, what: monkeypatch.setattr(Faults, where, what)
+    return lambda where, action: monkeypatch.setattr(Faults, where, action)
 
 
 def step(run: nn.Module, module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -71,8 +71,8 @@ def step(run: nn.Module, module: nn.Module, x: torch.Tensor) -> dict[str, torch.
     module.zero_grad()
     loss = run(x)
     loss.backward()
-    found = {"loss": loss.detach()} | {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return found | {name: b.clone() for name, b in module.named_buffers()}
+    state = {"loss": loss.detach()} | {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return state | {name: b.clone() for name, b in module.named_buffers()}
 
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -84,19 +84,19 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("wrap", list(WRAPS))
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 @pytest.mark.parametrize("where", ["in_forward", "in_backward"])
-@pytest.mark.parametrize("what", [interrupt, fail])
+@pytest.mark.parametrize("action", [interrupt, fail])
 def test_the_step_after_a_fault_equals_eager(
-    wrap: str, first: bool, where: str, what: Callable[[], object], faults: Callable[..., None]
+    wrap: str, first: bool, where: str, action: Callable[[], object], faults: Callable[..., None]
 ) -> None:
     torch.manual_seed(0)
     net, eager = Net(), Net()
     eager.load_state_dict(net.state_dict())
     run = WRAPS[wrap](net)
     x = torch.randn(3, 4)
-    error = KeyboardInterrupt if what is interrupt else ZeroDivisionError
+    error = KeyboardInterrupt if action is interrupt else ZeroDivisionError
     if not first:
         step(run, net, x), step(eager, eager, x)
-    faults(where, what)
+    faults(where, action)
     for subject, module in ((run, net), (eager, eager)):
         with pytest.raises(error):
             step(subject, module, x)

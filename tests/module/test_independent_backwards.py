@@ -58,9 +58,9 @@ def gradients(module: nn.Module, backward: Callable[..., None]) -> list[torch.Te
     torch.manual_seed(0)
     x = torch.randn(5, 4, requires_grad=True)
     backward(*module(x)[:2])
-    found = [x.grad, *(p.grad for p in module.parameters())]
+    tensors = [x.grad, *(p.grad for p in module.parameters())]
     module.zero_grad()
-    return found
+    return tensors
 
 
 def test_towers() -> None:
@@ -93,14 +93,14 @@ def test_groups_of_several_results() -> None:
 def test_gradients_of_gradients() -> None:
     eager = Towers().eval()
     ours = ORTModule(copy.deepcopy(eager))
-    found = []
+    gradients = []
     for module in (eager, ours):
         x = torch.ones(5, 4, requires_grad=True)
         a, b, _ = module(x)
         (gradient,) = torch.autograd.grad(b.square().sum(), x, create_graph=True)
         (gradient.square().sum() + a.sum()).backward()
-        found.append([p.grad for p in module.parameters()])
-    torch.testing.assert_close(found[1], found[0])
+        gradients.append([p.grad for p in module.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("wrap", [copy.deepcopy, ORTModule])

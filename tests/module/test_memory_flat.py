@@ -36,9 +36,9 @@ def test_a_step_frees_what_it_allocates(early: bool) -> None:
         step(*sizes)  # compiles, and allocates the gradients that later steps accumulate
     captures = count_captures(model)
     recording = record(lambda: [step(*sizes) for sizes in SIZES])
-    made = sum(one.bytes for one in recording.allocations if one.start is not None)
+    allocated = sum(one.bytes for one in recording.allocations if one.start is not None)
     left = [one for one in recording.allocations if one.start is not None and one.end is None]
-    assert made > 25 * 4 * WIDTH * WIDTH
+    assert allocated > 25 * 4 * WIDTH * WIDTH
     assert not left
     assert count_captures(model) == captures
 

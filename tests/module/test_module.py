@@ -664,8 +664,8 @@ def _empty(module: nn.Module) -> list[torch.Tensor]:
 def _after_inference(module: nn.Module) -> torch.Tensor:
     with torch.inference_mode():
         module(data())
-        made = data() * 2
-    loss = module(made.clone()).square().sum()
+        computed = data() * 2
+    loss = module(computed.clone()).square().sum()
     loss.backward()
     return loss.detach()
 

@@ -149,27 +149,27 @@ def _scaled(self: Any, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 
 @in_both_ways
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
-def test_copies_are_prepared_and_have_their_own_parameters(regional: bool, how: str) -> None:
+@pytest.mark.parametrize("method", ["deepcopy", "pickle", "save"])
+def test_copies_are_prepared_and_have_their_own_parameters(regional: bool, method: str) -> None:
     model = onnxtrain.prepare(Tower().eval(), regional)
     x = torch.randn(2, WIDTH)
     expected = model(x).detach()
-    if how == "deepcopy":
-        made = copy.deepcopy(model)
-    elif how == "pickle":
-        made = pickle.loads(pickle.dumps(model))
+    if method == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif method == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
     else:
         buffer = io.BytesIO()
         torch.save(model, buffer)
-        made = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+        copied = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert report_of(made).by_block == regional
-    torch.testing.assert_close(made(x).detach(), expected)
-    made(x).sum().backward()
+    assert report_of(copied).by_block == regional
+    torch.testing.assert_close(copied(x).detach(), expected)
+    copied(x).sum().backward()
     assert all(p.grad is None for p in model.parameters())
-    assert all(region.compiled is not None for region in report_of(made).regions)
+    assert all(region.compiled is not None for region in report_of(copied).regions)
 
 
 @in_both_ways
@@ -283,10 +283,10 @@ def test_wrappers_that_read_the_function_of_forward() -> None:
     before, function = model.forward, model.forward.__func__
     assert [*inspect.signature(function).parameters] == ["self", "x", "scale"]
     model.forward = MethodType(lambda self, *args, **kwargs: function(self, *args, **kwargs) * 2, model)
-    made = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
         model.head.weight.zero_()
-    torch.testing.assert_close(made(x), expected * 2)
+    torch.testing.assert_close(copied(x), expected * 2)
     model.forward = MethodType(before.__func__, model)
     torch.testing.assert_close(model(x), model.head.bias.expand(2, 3))
     onnxtrain.unprepare(model)

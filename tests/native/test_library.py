@@ -105,9 +105,9 @@ def test_the_cache_key_contains_all_that_affects_the_code(
 def test_a_damaged_file_is_compiled_again(damage, cache: Path) -> None:
     check(counter())
     (file,) = cache.iterdir()
-    whole = file.read_bytes()
+    content = file.read_bytes()
     file.unlink()  # this process has it mapped
-    file.write_bytes(damage(whole))
+    file.write_bytes(damage(content))
     assert not build.is_intact(file)
     check(counter())
     assert build.is_intact(file)
@@ -259,7 +259,7 @@ exit 1
         library.request()
     for library in libraries:
         assert not library.wait(WAIT_LIMIT_S)
-    assert notes.read_text().splitlines() == [f"{what} // {n}" for n in range(4) for what in ("begin", "end")]
+    assert notes.read_text().splitlines() == [f"{event} // {n}" for n in range(4) for event in ("begin", "end")]
 
 
 def test_the_step_that_requests_a_library_runs_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
