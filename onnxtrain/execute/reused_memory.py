@@ -26,7 +26,7 @@ LIBRARY = Library(
     "memory",
     read_sources("allocator.cpp"),
     {"add_program": "", "remove_program": "", "begin_run": "", "end_run": "", "trim": "", "count_bytes": "pp"},
-    short=True,
+    keeps_gil=True,
     torch_headers=True,
 )
 _LEAST = 16 << 10  # bytes of a tensor, as in allocator.cpp

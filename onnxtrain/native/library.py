@@ -46,7 +46,7 @@ class Library:
         source: str,
         signatures: Mapping[str, str],
         *,
-        short: bool = False,
+        keeps_gil: bool = False,
         torch_headers: bool = False,
     ) -> None:
         """Describe a library; nothing is compiled yet.
@@ -56,14 +56,14 @@ class Library:
             source: C++ that defines `extern "C"` functions; `parallel.h` is prepended.
             signatures: for each function its name and one letter per argument: p, i, f, d or o; ">o" at the end if it
                 returns a Python object (a new reference, or null with an exception set).
-            short: calls take microseconds and keep the GIL, which costs less than releasing it. Required if functions
+            keeps_gil: calls do not release the GIL, which is faster if they take microseconds. Required if functions
                 take or return Python objects.
             torch_headers: the source includes the headers of PyTorch and Python; it takes 10 s to compile.
         """
         self.functions: Any = None
         self.failure: str | None = None
         self.name, self.source, self.signatures = name, source, dict(signatures)
-        self._short, self._torch_headers = short, torch_headers
+        self._keeps_gil, self._torch_headers = keeps_gil, torch_headers
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -104,7 +104,7 @@ class Library:
 
     def _load(self, path: Path) -> SimpleNamespace:
         try:
-            library = (ctypes.PyDLL if self._short else ctypes.CDLL)(str(path))
+            library = (ctypes.PyDLL if self._keeps_gil else ctypes.CDLL)(str(path))
             functions = {name: getattr(library, name) for name in self.signatures}
         except (OSError, AttributeError) as error:
             raise BuildError(f"loading the library ended with an error: {error}") from error

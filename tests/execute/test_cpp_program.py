@@ -119,7 +119,7 @@ def check_cases(cases: Sequence[OpCase], dtype: torch.dtype, form: Form) -> int:
                 signatures[name] = "p"
                 count += 1
     function = Function("\n".join(texts), (), ())
-    library = Library("cpp-program-test", function.source, signatures, short=True)
+    library = Library("cpp-program-test", function.source, signatures, keeps_gil=True)
     assert library.wait(), library.failure
     for check, symbol_values, written_functions, first in runs:
         before = [one.program.run for one in written_functions]
@@ -149,7 +149,7 @@ ELEMENTS = {"float": torch.float32, "double": torch.float64, "int64_t": torch.in
 def library_of(texts: Sequence[str]) -> Any:
     """The compiled functions `run_0`, `run_1`, … of these definitions."""
     signatures = {f"{NAME}_{i}": "p" for i in range(len(texts))}
-    library = Library("cpp-program-test", Function("\n".join(texts), (), ()).source, signatures, short=True)
+    library = Library("cpp-program-test", Function("\n".join(texts), (), ()).source, signatures, keeps_gil=True)
     assert library.wait(), library.failure
     return library.functions
 
@@ -363,7 +363,7 @@ extern "C" void run(void* const* p) {
     for (int i = 0; i < 3; ++i) ((float*)p[2])[i] = 2 * ((const float*)p[0])[i] + ((const float*)p[1])[i];
 }
 """
-    library = Library("cpp-program-test", source, {NAME: "p"}, short=True)
+    library = Library("cpp-program-test", source, {NAME: "p"}, keeps_gil=True)
     assert library.wait(), library.failure
     kind = ((3,), torch.float32)
     function = getattr(library.functions, NAME)

@@ -188,7 +188,7 @@ extern "C" PyObject* both(PyObject* a, PyObject* b) {
 def test_functions_of_python_objects() -> None:
     if not compiler.has_torch_headers():
         pytest.skip("needs Python's headers")
-    library = Library("both", PYTHON, {"both": "oo>o"}, short=True, torch_headers=True)
+    library = Library("both", PYTHON, {"both": "oo>o"}, keeps_gil=True, torch_headers=True)
     assert library.wait(WAIT_LIMIT_S), library.failure
     first, second = object(), object()
     assert library.functions.both(first, second) == (first, second)
@@ -209,7 +209,7 @@ def test_missing_headers_are_logged(
 ) -> None:
     """Without a warning: many machines have no python3-dev."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    library = Library("both", PYTHON, {"both": "oo>o"}, short=True, torch_headers=True)
+    library = Library("both", PYTHON, {"both": "oo>o"}, keeps_gil=True, torch_headers=True)
     with caplog.at_level(logging.INFO, "onnxtrain"):
         assert not library.wait(WAIT_LIMIT_S)
     assert [r.levelno for r in caplog.records if "the compiled kernel" in r.getMessage()] == [logging.INFO]

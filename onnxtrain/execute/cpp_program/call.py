@@ -32,7 +32,7 @@ ENTRY = Library(
     "cpp-program-entry",
     Path(__file__).with_name("entry.cpp").read_text(encoding="utf-8"),
     {"make": "pooooooo>o"},
-    short=True,
+    keeps_gil=True,
     torch_headers=True,
 )
 

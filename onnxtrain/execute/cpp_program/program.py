@@ -117,7 +117,7 @@ class CppProgram:
         except (UnsupportedError, GraphError) as reason:
             LOG.debug("%s cannot be compiled to one function: %s", self._program.filename, reason)
             return
-        library = Library("cpp-program", function.source, {NAME: "p"}, short=True)
+        library = Library("cpp-program", function.source, {NAME: "p"}, keeps_gil=True)
         ENTRY.request()
         if not library.wait():
             return
