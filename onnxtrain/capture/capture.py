@@ -88,7 +88,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mutation by forward: graph output number `output` is written back into graph input number `target`."""
+    """An in-place change by forward: graph output `output` is written back into graph input `target`."""
 
     output: int
     target: int

@@ -35,7 +35,7 @@ def internal_errors_as(error_type: type[ORTModuleFallbackException], problem: st
 
 
 def summary(error: BaseException) -> str:
-    """Return the class of an error and the first line of its text that says something."""
+    """Return the class of an error and the first non-empty line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 

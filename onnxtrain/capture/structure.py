@@ -410,18 +410,18 @@ def constant_key(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return _ById(value)
+        return Identity(value)
     return (kind, value)
 
 
-class _ById:
-    """The key of a value that is not hashable: equal for the same object only."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Identity:
+    """A key that is equal for the same object only, which it keeps alive."""
 
-    def __init__(self, value: object) -> None:
-        self.value = value  # keeps the object alive, so that no other gets its id
+    value: object
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.value is other.value
+        return isinstance(other, Identity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)

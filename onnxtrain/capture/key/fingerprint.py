@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import onnxtrain
-from onnxtrain.capture.key.snapshot import Identity
+from onnxtrain.capture.structure import Identity
 from onnxtrain.torch_compat.operators import OpOverload, OpOverloadPacket
 
 # Packages that PyTorch and onnxtrain compute with, and that contain no module's forward.

@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_module
 from onnxtrain.capture.four_bit_weights import quantization_state, state_tensors
 from onnxtrain.capture.key.tensor_checks import TENSOR_FACT_NAMES, PythonCheck, cpp_check, state_tensor_facts
 from onnxtrain.capture.source_location import PACKAGE, PYTORCH
-from onnxtrain.capture.structure import constant_key
+from onnxtrain.capture.structure import Identity, constant_key
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.patch_points import MODULE_GETATTRIBUTE
 from onnxtrain.torch_compat.tensors import version_of
@@ -57,19 +57,6 @@ class Fact:
 
     key: Hashable
     text: str = field(compare=False)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Identity:
-    """A key that is equal for the same object only, which it keeps alive."""
-
-    value: object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class Snapshot:

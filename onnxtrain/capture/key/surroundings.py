@@ -30,13 +30,12 @@ from onnxtrain.capture.key.snapshot import (
     OPAQUE_TYPES,
     SINGLETON_TYPES,
     VALUE_TYPES,
-    Identity,
     Snapshot,
     children,
     slots,
     submodules,
 )
-from onnxtrain.capture.structure import PLAIN_TENSORS
+from onnxtrain.capture.structure import PLAIN_TENSORS, Identity
 from onnxtrain.errors import CaptureError
 
 _MOST_REFERENCES = 5000  # any further ones are not checked
