@@ -148,7 +148,7 @@ def test_below_info_every_stage_and_pass_has_its_time(caplog: pytest.LogCaptureF
 
 
 BERT = """
-import os, sys, torch
+import os, sys, torch, warnings
 from onnxtrain import ORTModule
 from transformers import BertConfig, BertForSequenceClassification
 config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -158,6 +158,14 @@ def train():
     for _ in range(2):
         model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.tensor([0, 1])).loss.backward()
 train()
+class Checked(torch.nn.Module):  # in pieces, with a graph break at item()
+    def forward(self, x):
+        count = (x > 0).sum().item()
+        torch._check(count > 3)
+        return x * count
+with warnings.catch_warnings(record=True) as caught:
+    ORTModule(Checked())(torch.ones(5, requires_grad=True))
+assert "in pieces" in str(caught[0].message)
 print("asks for more", file=sys.stderr)
 os.environ["ORTMODULE_LOG_LEVEL"] = "INFO"
 train()

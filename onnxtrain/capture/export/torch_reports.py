@@ -17,7 +17,12 @@ from onnxtrain.torch_compat.patch_points import EXPORT_PRINT
 from onnxtrain.torch_compat.replacement import replaced
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
-_REPORTERS = ("torch._dynamo.convert_frame", _FAKE_TENSORS, "torch.fx.experimental.symbolic_shapes")
+_REPORTERS = (
+    "torch._dynamo.convert_frame",
+    "torch._dynamo.variables.tensor",  # a graph break at `tensor.item()`
+    _FAKE_TENSORS,
+    "torch.fx.experimental.symbolic_shapes",
+)
 _NEEDLESS_WARNINGS = (
     "`isinstance(treespec, LeafSpec)` is deprecated",  # by PyTorch, which copies its own treespecs so
     "The tensor attribute",  # that an export takes for a side effect: the weights that an LSTM exchanges itself
