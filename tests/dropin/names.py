@@ -1,7 +1,7 @@
 """The public names of ONNX Runtime Training and what became of each; `python -m tests.dropin.names` writes the table.
 
-A name that is in neither mapping works as it did. `CALLS` uses what can be called in a moment; the other tests of this
-folder, and of optim, device, observe and distributed, run the rest.
+A name that is in no mapping works as it did. `CALLS` uses what can be called in a moment, and `TESTS` names the test of
+each of the others: together they have every name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
+import pytest
 import torch
 
 from tests.dropin.test_surface import NAMES, TRAINING, found
@@ -34,10 +36,12 @@ DIFFERS = {
     "optim.FusedAdam": "also on a CPU, in float64 and bfloat16",
     "torchdynamo.ort_backend.OrtBackend": "`ep` and `preallocate_output` have no effect, which is logged",
     "torchdynamo.register_backend.make_aot_ort": "`dynamic` has no effect: dimensions are always dynamic",
-    "onnxblock.optim.AdamW": "one input and output for each tensor instead of sequences",
-    "onnxblock.optim.SGD": "one input and output for each tensor instead of sequences",
     "onnxblock.optim.ClipGradNorm": "returns new gradients and does not modify its inputs",
-    "artifacts.generate_artifacts": "`ort_format` is refused: convert with the device's version of onnxruntime",
+    "artifacts.generate_artifacts": "`ort_format` is refused: convert with the device's version of onnxruntime; the "
+    "optimizer graph has an input for each tensor instead of sequences",
+}
+NEEDS_DEEPSPEED = {
+    "ortmodule.experimental.pipe.ORTPipelineModule": "without DeepSpeed the import says that it is needed, as before",
 }
 GONE = {
     "ort_triton.register_triton_kernel": "define an operator with `torch.library.triton_op`, and call it in forward",
@@ -62,13 +66,27 @@ def _a_schedule(make: Callable[..., Any]) -> None:
     assert 0 < make(total_steps=100).get_lr(step_info)[0] <= 1
 
 
+_OF_TWO = ("Add", "Sub", "Mul", "Div")
+
+
 def _blocks(make: Callable[..., Any]) -> None:
     onnxblock = found("onnxblock")
     with onnxblock.empty_base() as model:
-        make()(
-            *[onnxblock.blocks.Constant(2.0)() for _ in range(2)][: 1 + (make.__name__ in ("Add", "Sub", "Mul", "Div"))]
-        )
+        make()(*[onnxblock.blocks.Constant(2.0)() for _ in range(2 if make.__name__ in _OF_TWO else 1)])
         assert model.graph.node or model.graph.initializer
+
+
+def _an_exception(make: Callable[[str], Exception]) -> None:
+    with pytest.raises(found("ortmodule._fallback").ORTModuleFallbackException, match="a reason"):
+        raise make("a reason")
+
+
+def _a_loss(make: Callable[[], Any]) -> None:
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 3])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "graph", [x], [])
+    graph.output.add().CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 3]))
+    with found("onnxblock").base(onnx.helper.make_model(graph)):
+        assert make()("y")
 
 
 CALLS: dict[str, Callable[[Any], object]] = {
@@ -101,6 +119,27 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "utils.PTable": lambda f: f().get_string(),
     "utils.hooks.StatisticsSubscriber": lambda f: f(tempfile.mkdtemp(), override_output_dir=True),
     "utils.data.LoadBalancingDistributedSampler": lambda f: list(f(["a", "bb"], len, world_size=1, rank=0)),
+    "optim.SGDConfig": lambda f: f(lr=0.1),
+    "optim.AdamConfig": lambda f: f(lr=0.1, alpha=0.8),
+    "optim.LambConfig": lambda f: f(lr=0.1, ratio_max=2.0),
+    "utils.data.LoadBalancingDistributedBatchSampler": lambda f: list(
+        f(
+            found("utils.data").LoadBalancingDistributedSampler(["a", "bb"], len, world_size=1, rank=0),
+            lambda each: [each],
+        )
+    ),
+    "ortmodule._fallback.ORTModuleFallbackException": _an_exception,
+    "ortmodule._fallback.ORTModuleInitException": _an_exception,
+    "ortmodule._fallback.ORTModuleDeviceException": _an_exception,
+    "ortmodule._fallback.ORTModuleIOError": _an_exception,
+    "ortmodule._fallback.ORTModuleTorchModelException": _an_exception,
+    "ortmodule._fallback.ORTModuleONNXModelException": _an_exception,
+    "onnxblock.loss.MSELoss": _a_loss,
+    "onnxblock.loss.BCEWithLogitsLoss": _a_loss,
+    "onnxblock.loss.L1Loss": _a_loss,
+    "onnxblock.blocks.Pow": lambda f: _blocks(lambda: f(2.0)),
+    "onnxblock.blocks.Clip": lambda f: _blocks(lambda: f(0.0, 1.0)),
+    "onnxblock.blocks.Cast": lambda f: _blocks(lambda: f(7)),
     "onnxblock.blocks.Add": _blocks,
     "onnxblock.blocks.Sub": _blocks,
     "onnxblock.blocks.Mul": _blocks,
@@ -112,6 +151,78 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "onnxblock.blocks.ReduceMean": _blocks,
     "onnxblock.blocks.ReduceSum": _blocks,
     "onnxblock.blocks.PassThrough": _blocks,
+}
+
+
+# The tests of what takes more than a call: of names below a module, by the file and the function.
+TESTS: dict[tuple[str, str], str] = {
+    (
+        "dropin/test_surface.py",
+        "test_enums",
+    ): "PropagateCastOpsStrategy ortmodule.LogLevel ortmodule.options._SkipCheck "
+    "ortmodule._fallback._FallbackPolicy optim.AdamWMode artifacts.LossType artifacts.OptimType",
+    ("dropin/test_surface.py", "test_every_module_has_its_names"): "TrainingParameters utils.PrimitiveType "
+    "utils.ORTModelInputOutputType utils.ORTModelInputOutputSchemaType torchdynamo.register_backend.DEFAULT_BACKEND",
+    ("dropin/test_surface.py", "test_constants"): "ortmodule.ONNX_OPSET_VERSION ortmodule.ORTMODULE_FALLBACK_POLICY "
+    "ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR ortmodule.ORTMODULE_FALLBACK_RETRY "
+    "ortmodule.ORTMODULE_IS_DETERMINISTIC",
+    ("dropin/test_settings.py", "test_what_only_informs_says_so"): "ortmodule.ORTMODULE_TORCH_CPP_DIR",
+    (
+        "dropin/test_settings.py",
+        "test_custom_autograd_functions_can_be_switched_off",
+    ): "ortmodule._custom_autograd_function.enable_custom_autograd_support",
+    ("dropin/test_surface.py", "test_error_types"): "ortmodule.experimental.json_config.load_from_json",
+    ("dropin/test_surface.py", "test_the_backends_of_torch_compile"): "torchdynamo.register_backend.aot_ort "
+    "torchdynamo.register_backend.dynamic_aot_ort torchdynamo.register_backend.ort",
+    ("dropin/test_surface.py", "test_signatures"): "torchdynamo.register_backend.make_aot_ort",
+    ("dropin/test_surface.py", "test_a_backend_compares_with_pytorch"): "torchdynamo.ort_backend.OrtBackend",
+    ("dropin/test_surface.py", "test_a_traced_graph_becomes_a_model_of_onnx"): "experimental.exporter."
+    "_export_jit_graph_to_onnx_model_proto",
+    ("dropin/test_names.py", "test_what_is_gone_says_what_to_do_instead"): "ort_triton.register_triton_kernel "
+    "utils.hooks.configure_ort_compatible_zero_stage3",
+    ("dropin/test_helpers_of_scripts.py", "test_round_trip"): "utils.unflatten_data_using_schema",
+    ("dropin/test_helpers_of_scripts.py", "test_types"): "utils.onnx_dtype_to_pytorch_dtype",
+    (
+        "device/test_api_training.py",
+        "test_digits_are_learned_saved_exported_and_read",
+    ): "api.CheckpointState api.Module api.Optimizer api.LinearLRScheduler artifacts.generate_artifacts",
+    ("device/test_api.py", "test_parameters_can_be_set_before_there_is_a_module"): "api.checkpoint_state.Parameter "
+    "api.checkpoint_state.Parameters",
+    ("device/test_api.py", "test_properties"): "api.checkpoint_state.Properties",
+    (
+        "device/test_artifacts_blocks.py",
+        "test_the_predecessors_way_to_build_all",
+    ): "onnxblock.base onnxblock.empty_base "
+    "onnxblock.TrainingBlock onnxblock.ForwardBlock onnxblock.save_checkpoint onnxblock.load_checkpoint_to_model",
+    ("device/test_artifacts_blocks.py", "test_a_custom_loss"): "onnxblock.Block",
+    (
+        "device/test_artifacts_blocks.py",
+        "test_building_blocks",
+    ): "onnxblock.blocks.Constant onnxblock.blocks.ReduceAllL2 onnxblock.blocks.InputLike onnxblock.blocks.Linear",
+    ("device/test_artifacts_blocks.py", "test_label_encoder_and_sequences"): "onnxblock.blocks.LabelEncoder "
+    "onnxblock.blocks.SequenceConstruct",
+    ("device/test_artifacts_blocks.py", "test_losses"): "onnxblock.loss.CrossEntropyLoss",
+    ("device/test_artifacts_blocks.py", "test_blocks_say_what_is_wrong"): "onnxblock.custom_op_library",
+    ("device/test_artifacts_blocks.py", "test_clip_grad_norm_as_a_block"): "onnxblock.optim.ClipGradNorm",
+    (
+        "device/test_old_blocks.py",
+        "test_an_optimizer_block_takes_sequences",
+    ): "onnxblock.optim.AdamW onnxblock.optim.SGD",
+    ("device/test_gradient_graph.py", "test_loss_output_and_gradients"): "experimental.export_gradient_graph",
+    ("compile/test_user_graph_optimizers.py", "test_patterns_by_producers_and_consumers"): "ortmodule.graph_optimizers."
+    "utils.GraphMatcher",
+    ("compile/test_user_graph_optimizers.py", "test_looking_around"): "ortmodule.graph_optimizers.utils."
+    "check_attribute_value",
+    ("compile/test_user_graph_optimizers.py", "test_they_change_what_runs_and_what_is_saved"): "ortmodule."
+    "graph_optimizers.utils.make_constant_node ortmodule.graph_optimizers.utils.update_graph",
+    ("optim/test_fp16_optimizer.py", "test_deepspeed"): "optim.FP16_Optimizer",
+    (
+        "observe/test_hooks.py",
+        "test_a_graph_writes_what_pytorch_writes_on_one_capture",
+    ): "utils.hooks.SubscriberManager utils.hooks.GlobalSubscriberManager",
+    ("observe/test_hooks.py", "test_a_subscriber_may_change_what_passes_by"): "utils.hooks.SubscriberBase",
+    ("observe/test_hooks.py", "test_activations_inside_forward"): "utils.hooks.inspect_activation",
+    ("observe/test_hooks.py", "test_zero_stage_3_is_refused"): "utils.hooks.ZeROOffloadSubscriber",
 }
 
 
@@ -127,7 +238,12 @@ def table() -> str:
         same = [name for name in names.split() if ".".join(filter(None, (module, name))) not in {**DIFFERS, **GONE}]
         if same:
             rows.append(f"| `{module or TRAINING}` | {', '.join(f'`{name}`' for name in same)} |")
-    rows += ["", "| name | difference |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in DIFFERS.items())]
+    rows += [
+        "",
+        "| name | difference |",
+        "|---|---|",
+        *(f"| `{name}` | {text} |" for name, text in {**DIFFERS, **NEEDS_DEEPSPEED}.items()),
+    ]
     rows += [
         "",
         "| removed name | alternative |",

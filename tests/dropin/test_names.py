@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+from pathlib import Path
+
 import pytest
 
 import onnxtrain.dropin  # noqa: F401  puts onnxruntime.training in place
 from tests.dropin import names
-from tests.dropin.test_surface import found
+from tests.dropin.test_surface import NAMES, found
 
 
 def test_the_page_has_the_table() -> None:
     assert names.written()[1] == names.table(), "run: python -m tests.dropin.names"
     assert {*names.DIFFERS, *names.GONE} <= {path.rstrip(".") for path in names.paths()}
+
+
+def test_each_name_is_used_by_a_test() -> None:
+    tested = [path for paths in names.TESTS.values() for path in paths.split()]
+    used = [found(path) for path in (*names.CALLS, *tested)]
+    values = {path: found(path) for path in names.paths() if path not in NAMES}  # others are modules without names
+    unused = [p for p, v in values.items() if not inspect.ismodule(v) and not any(v is each for each in used)]
+    assert not unused
+
+
+@pytest.mark.parametrize(("file", "function"), names.TESTS)
+def test_the_tests_of_names_are_there(file: str, function: str) -> None:
+    text = (Path(__file__).parents[1] / file).read_text()
+    assert f"\ndef {function}(" in text
+    for path in names.TESTS[file, function].split():
+        assert path.rpartition(".")[2] in text, f"{file} does not use {path}"
+
+
+@pytest.mark.parametrize("path", names.NEEDS_DEEPSPEED)
+def test_what_needs_deepspeed_says_so(path: str) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        with pytest.raises(ImportError, match=r"requires DeepSpeed.*pip install deepspeed"):
+            found(path)
+    else:
+        found(path)
 
 
 @pytest.mark.parametrize("path", names.CALLS)

@@ -79,6 +79,17 @@ def test_settings_without_effect_raise_a_warning(ortmodule: Any) -> None:
         ortmodule.ORTMODULE_IS_DETERMINISTIC = False
 
 
+def test_custom_autograd_functions_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from onnxruntime.training.ortmodule._custom_autograd_function import enable_custom_autograd_support
+
+    from onnxtrain.options import Options
+
+    monkeypatch.setenv("ORTMODULE_ENABLE_CUSTOM_AUTOGRAD", "1")
+    for enabled in (False, True):
+        enable_custom_autograd_support(enabled)
+        assert Options.resolve().custom_autograd is enabled
+
+
 def test_the_seed_determines_dropout() -> None:
     training = importlib.import_module(TRAINING)
     module, x = training.ORTModule(torch.nn.Dropout(0.5)), torch.ones(64)

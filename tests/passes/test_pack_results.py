@@ -14,9 +14,21 @@ from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.passes.less_work import CLASSES
+from tests.passes.less_work import CLASSES, WIDTH
 from tests.passes.test_pack_models import llama
-from tests.passes.test_pack_tokens import FORMS, IGNORED, Encoder, MaskOf, batch_of, bool_mask, causal_mask
+from tests.passes.test_pack_tokens import (
+    FORMS,
+    IGNORED,
+    Encoder,
+    MaskOf,
+    batch_of,
+    bool_mask,
+    causal_mask,
+    check,
+    decisions,
+)
+
+__all__ = ["decisions"]  # a fixture
 
 RIGHT, LEFT, INSIDE = FORMS["right"], FORMS["left"], FORMS["inside"]
 
@@ -247,3 +259,29 @@ def test_models_need_no_option(make: Any) -> None:
         torch.testing.assert_close(logits[mask == 1], eager_logits[mask == 1])
         assert bool(logits[mask == 0].any()) == (seed == 0)
     assert list(wrapped.report().variants) != []
+
+
+# Second operands of elementwise ops
+
+
+class Shifted(Encoder):
+    """Adds what has fewer or broadcast axes, or those of the tokens, to hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__(bool_mask, head="labels")
+        self.steps, self.sequence = nn.Parameter(torch.randn(1, 8, WIDTH)), nn.Linear(1, WIDTH)
+
+    def _read(self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = torch.tanh(x + self.steps[:, : x.size(1)])  # [1, steps, width]
+        x = x * self.sequence(mask.sum(1, keepdim=True).to(x.dtype))[:, None]  # [batch, 1, width]
+        x = x + self.words(labels.clamp(min=0))  # [batch, steps, width]
+        return super()._read(x * self.norm.bias.exp(), mask, labels)  # [width]
+
+
+def test_each_form_of_a_second_operand(decisions: list[bool]) -> None:
+    torch.manual_seed(0)
+    module = Shifted()
+    wrapped = ORTModule(module, skip_padding="always")
+    for form in (RIGHT, LEFT, INSIDE):
+        check(wrapped, module, *batch_of(form))
+    assert decisions == [True] * 3
