@@ -1,7 +1,7 @@
 """The public names of ONNX Runtime Training and what became of each; `python -m tests.dropin.names` writes the table.
 
-A name that is in no mapping works as it did. `CALLS` uses what can be called in a moment, and `TESTS` names the test of
-each of the others: together they have every name.
+A name that is in no mapping works as it did. `CALLS` uses what can be called in a moment, and `TESTS` names the test
+file of each of the others: together they have every name.
 """
 
 from __future__ import annotations
@@ -154,75 +154,95 @@ CALLS: dict[str, Callable[[Any], object]] = {
 }
 
 
-# The tests of what takes more than a call: of names below a module, by the file and the function.
-TESTS: dict[tuple[str, str], str] = {
-    (
-        "dropin/test_surface.py",
-        "test_enums",
-    ): "PropagateCastOpsStrategy ortmodule.LogLevel ortmodule.options._SkipCheck "
-    "ortmodule._fallback._FallbackPolicy optim.AdamWMode artifacts.LossType artifacts.OptimType",
-    ("dropin/test_surface.py", "test_every_module_has_its_names"): "TrainingParameters utils.PrimitiveType "
-    "utils.ORTModelInputOutputType utils.ORTModelInputOutputSchemaType torchdynamo.register_backend.DEFAULT_BACKEND",
-    ("dropin/test_surface.py", "test_constants"): "ortmodule.ONNX_OPSET_VERSION ortmodule.ORTMODULE_FALLBACK_POLICY "
-    "ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR ortmodule.ORTMODULE_FALLBACK_RETRY "
-    "ortmodule.ORTMODULE_IS_DETERMINISTIC",
-    ("dropin/test_settings.py", "test_what_only_informs_says_so"): "ortmodule.ORTMODULE_TORCH_CPP_DIR",
-    (
-        "dropin/test_settings.py",
-        "test_custom_autograd_functions_can_be_switched_off",
-    ): "ortmodule._custom_autograd_function.enable_custom_autograd_support",
-    ("dropin/test_surface.py", "test_error_types"): "ortmodule.experimental.json_config.load_from_json",
-    ("dropin/test_surface.py", "test_the_backends_of_torch_compile"): "torchdynamo.register_backend.aot_ort "
-    "torchdynamo.register_backend.dynamic_aot_ort torchdynamo.register_backend.ort",
-    ("dropin/test_surface.py", "test_signatures"): "torchdynamo.register_backend.make_aot_ort",
-    ("dropin/test_surface.py", "test_a_backend_compares_with_pytorch"): "torchdynamo.ort_backend.OrtBackend",
-    ("dropin/test_surface.py", "test_a_traced_graph_becomes_a_model_of_onnx"): "experimental.exporter."
-    "_export_jit_graph_to_onnx_model_proto",
-    ("dropin/test_names.py", "test_what_is_gone_says_what_to_do_instead"): "ort_triton.register_triton_kernel "
-    "utils.hooks.configure_ort_compatible_zero_stage3",
-    ("dropin/test_helpers_of_scripts.py", "test_round_trip"): "utils.unflatten_data_using_schema",
-    ("dropin/test_helpers_of_scripts.py", "test_types"): "utils.onnx_dtype_to_pytorch_dtype",
-    (
-        "device/test_api_training.py",
-        "test_digits_are_learned_saved_exported_and_read",
-    ): "api.CheckpointState api.Module api.Optimizer api.LinearLRScheduler artifacts.generate_artifacts",
-    ("device/test_api.py", "test_parameters_can_be_set_before_there_is_a_module"): "api.checkpoint_state.Parameter "
-    "api.checkpoint_state.Parameters",
-    ("device/test_api.py", "test_properties"): "api.checkpoint_state.Properties",
-    (
-        "device/test_artifacts_blocks.py",
-        "test_the_predecessors_way_to_build_all",
-    ): "onnxblock.base onnxblock.empty_base "
-    "onnxblock.TrainingBlock onnxblock.ForwardBlock onnxblock.save_checkpoint onnxblock.load_checkpoint_to_model",
-    ("device/test_artifacts_blocks.py", "test_a_custom_loss"): "onnxblock.Block",
-    (
-        "device/test_artifacts_blocks.py",
-        "test_building_blocks",
-    ): "onnxblock.blocks.Constant onnxblock.blocks.ReduceAllL2 onnxblock.blocks.InputLike onnxblock.blocks.Linear",
-    ("device/test_artifacts_blocks.py", "test_label_encoder_and_sequences"): "onnxblock.blocks.LabelEncoder "
-    "onnxblock.blocks.SequenceConstruct",
-    ("device/test_artifacts_blocks.py", "test_losses"): "onnxblock.loss.CrossEntropyLoss",
-    ("device/test_artifacts_blocks.py", "test_blocks_say_what_is_wrong"): "onnxblock.custom_op_library",
-    ("device/test_artifacts_blocks.py", "test_clip_grad_norm_as_a_block"): "onnxblock.optim.ClipGradNorm",
-    (
-        "device/test_old_blocks.py",
-        "test_an_optimizer_block_takes_sequences",
-    ): "onnxblock.optim.AdamW onnxblock.optim.SGD",
-    ("device/test_gradient_graph.py", "test_loss_output_and_gradients"): "experimental.export_gradient_graph",
-    ("compile/test_user_graph_optimizers.py", "test_patterns_by_producers_and_consumers"): "ortmodule.graph_optimizers."
-    "utils.GraphMatcher",
-    ("compile/test_user_graph_optimizers.py", "test_looking_around"): "ortmodule.graph_optimizers.utils."
-    "check_attribute_value",
-    ("compile/test_user_graph_optimizers.py", "test_they_change_what_runs_and_what_is_saved"): "ortmodule."
-    "graph_optimizers.utils.make_constant_node ortmodule.graph_optimizers.utils.update_graph",
-    ("optim/test_fp16_optimizer.py", "test_deepspeed"): "optim.FP16_Optimizer",
-    (
-        "observe/test_hooks.py",
-        "test_a_graph_writes_what_pytorch_writes_on_one_capture",
-    ): "utils.hooks.SubscriberManager utils.hooks.GlobalSubscriberManager",
-    ("observe/test_hooks.py", "test_a_subscriber_may_change_what_passes_by"): "utils.hooks.SubscriberBase",
-    ("observe/test_hooks.py", "test_activations_inside_forward"): "utils.hooks.inspect_activation",
-    ("observe/test_hooks.py", "test_zero_stage_3_is_refused"): "utils.hooks.ZeROOffloadSubscriber",
+# The test files of what takes more than a call.
+TESTS: dict[str, tuple[str, ...]] = {
+    "dropin/test_surface.py": (
+        "PropagateCastOpsStrategy",
+        "ortmodule.LogLevel",
+        "ortmodule.options._SkipCheck",
+        "ortmodule._fallback._FallbackPolicy",
+        "optim.AdamWMode",
+        "artifacts.LossType",
+        "artifacts.OptimType",
+        "TrainingParameters",
+        "utils.PrimitiveType",
+        "utils.ORTModelInputOutputType",
+        "utils.ORTModelInputOutputSchemaType",
+        "torchdynamo.register_backend.DEFAULT_BACKEND",
+        "ortmodule.ONNX_OPSET_VERSION",
+        "ortmodule.ORTMODULE_FALLBACK_POLICY",
+        "ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR",
+        "ortmodule.ORTMODULE_FALLBACK_RETRY",
+        "ortmodule.ORTMODULE_IS_DETERMINISTIC",
+        "ortmodule.experimental.json_config.load_from_json",
+        "torchdynamo.register_backend.aot_ort",
+        "torchdynamo.register_backend.dynamic_aot_ort",
+        "torchdynamo.register_backend.ort",
+        "torchdynamo.register_backend.make_aot_ort",
+        "torchdynamo.ort_backend.OrtBackend",
+        "experimental.exporter._export_jit_graph_to_onnx_model_proto",
+    ),
+    "dropin/test_settings.py": (
+        "ortmodule.ORTMODULE_TORCH_CPP_DIR",
+        "ortmodule._custom_autograd_function.enable_custom_autograd_support",
+    ),
+    "dropin/test_names.py": (
+        "ort_triton.register_triton_kernel",
+        "utils.hooks.configure_ort_compatible_zero_stage3",
+    ),
+    "dropin/test_helpers_of_scripts.py": (
+        "utils.unflatten_data_using_schema",
+        "utils.onnx_dtype_to_pytorch_dtype",
+    ),
+    "device/test_api_training.py": (
+        "api.CheckpointState",
+        "api.Module",
+        "api.Optimizer",
+        "api.LinearLRScheduler",
+        "artifacts.generate_artifacts",
+    ),
+    "device/test_api.py": (
+        "api.checkpoint_state.Parameter",
+        "api.checkpoint_state.Parameters",
+        "api.checkpoint_state.Properties",
+    ),
+    "device/test_artifacts_blocks.py": (
+        "onnxblock.base",
+        "onnxblock.empty_base",
+        "onnxblock.TrainingBlock",
+        "onnxblock.ForwardBlock",
+        "onnxblock.save_checkpoint",
+        "onnxblock.load_checkpoint_to_model",
+        "onnxblock.Block",
+        "onnxblock.blocks.Constant",
+        "onnxblock.blocks.ReduceAllL2",
+        "onnxblock.blocks.InputLike",
+        "onnxblock.blocks.Linear",
+        "onnxblock.blocks.LabelEncoder",
+        "onnxblock.blocks.SequenceConstruct",
+        "onnxblock.loss.CrossEntropyLoss",
+        "onnxblock.custom_op_library",
+        "onnxblock.optim.ClipGradNorm",
+    ),
+    "device/test_old_blocks.py": (
+        "onnxblock.optim.AdamW",
+        "onnxblock.optim.SGD",
+    ),
+    "device/test_gradient_graph.py": ("experimental.export_gradient_graph",),
+    "compile/test_user_graph_optimizers.py": (
+        "ortmodule.graph_optimizers.utils.GraphMatcher",
+        "ortmodule.graph_optimizers.utils.check_attribute_value",
+        "ortmodule.graph_optimizers.utils.make_constant_node",
+        "ortmodule.graph_optimizers.utils.update_graph",
+    ),
+    "optim/test_fp16_optimizer.py": ("optim.FP16_Optimizer",),
+    "observe/test_hooks.py": (
+        "utils.hooks.SubscriberManager",
+        "utils.hooks.GlobalSubscriberManager",
+        "utils.hooks.SubscriberBase",
+        "utils.hooks.inspect_activation",
+        "utils.hooks.ZeROOffloadSubscriber",
+    ),
 }
 
 
