@@ -37,17 +37,17 @@ from onnxtrain.capture.effects.written_views import WrittenView, written_views
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.torch_reports import logged_as_info, printed_as_info
-from onnxtrain.capture.export.tracing_shortcuts import cheap_tracing
+from onnxtrain.capture.export.tracing_shortcuts import tracing_shortcuts
 from onnxtrain.capture.four_bit_weights import plain_four_bit_weights
 from onnxtrain.capture.functionalize.composite_operators import (
-    buffer_copies_kept,
-    composite_parts,
-    nested_cast_parts,
+    composite_decompositions,
+    keep_buffer_copies,
+    nested_cast_decompositions,
 )
-from onnxtrain.capture.functionalize.memory_order_draws import draw_in_memory_order
-from onnxtrain.capture.functionalize.no_grad import grad_mode_noted, keep_gradients_out
+from onnxtrain.capture.functionalize.memory_order_sampling import sample_in_memory_order
+from onnxtrain.capture.functionalize.no_grad import detach_no_grad_values, recording_grad_mode
 from onnxtrain.capture.functionalize.overlapping_writes import refuse_overlapping_writes
-from onnxtrain.capture.functionalize.views import mark_views
+from onnxtrain.capture.functionalize.views import declare_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
 from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
 from onnxtrain.capture.guards.guards import Guards, compile_guards
@@ -261,9 +261,9 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
         wrapper.fakes.check(module)
         with _internal_errors(module):
             refuse_overlapping_writes(program)
-            draw_in_memory_order(program)
-            mark_views(program)
-            keep_gradients_out(program)
+            sample_in_memory_order(program)
+            declare_views(program)
+            detach_no_grad_values(program)
             needs_no_retracing = make_convertible(program)
         traced = None if needs_no_retracing else program
         if not needs_no_retracing:
@@ -300,10 +300,10 @@ def _export(wrapper: _Wrapper, decisions: SizeDecisions) -> ExportedProgram:
         with (
             OutsideChanges(),
             decisions.recording(),
-            cheap_tracing(),
+            tracing_shortcuts(),
             shape_shortcuts(),
             wrapper.fakes.noted(),
-            grad_mode_noted(),
+            recording_grad_mode(),
             logged_as_info(),
             printed_as_info(),
         ):
@@ -351,13 +351,13 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
         with (
             without_reference_functions(_MISMATCHED_REFERENCES),
             copies_without_bases(),
-            buffer_copies_kept(),
+            keep_buffer_copies(),
             unread_samples_kept(),
-            cheap_tracing(),
+            tracing_shortcuts(),
             shape_shortcuts(),
         ):
-            functional: ExportedProgram = program.run_decompositions(composite_parts(program))
-            nested = nested_cast_parts(functional)
+            functional: ExportedProgram = program.run_decompositions(composite_decompositions(program))
+            nested = nested_cast_decompositions(functional)
             if nested:
                 with autocast_disabled():  # all other casts are in the graph
                     functional = functional.run_decompositions(nested)

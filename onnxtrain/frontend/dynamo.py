@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.export.dynamo_graph import named_graph
+from onnxtrain.capture.export.dynamo_graph import dynamo_module
 from onnxtrain.capture.export.torch_reports import logged_as_info
 from onnxtrain.errors import OptionError
 from onnxtrain.frontend.engine import Call, Engine, EntryPoint
@@ -66,16 +66,16 @@ def backend(
 
 
 def _callable_for(graph: torch.fx.GraphModule, options: Options, *, is_piece: bool = False) -> Call:
-    module = named_graph(graph)
+    module = dynamo_module(graph)
     key = (module.key(), options, is_piece)
     engine = _ENGINES.get(key)
     if engine is None:
         entry_point = EntryPoint(fixed_sizes=module.fixed_sizes, is_part=True, is_piece=is_piece)
         engine = _ENGINES[key] = Engine(module, _with_own_prefix(options), entry_point)
-    inputs = module.inputs
+    inputs_from = module.inputs_from
 
     def run(*arguments: Any) -> Any:
-        return engine(inputs(arguments), _NO_KEYWORDS)
+        return engine(inputs_from(arguments), _NO_KEYWORDS)
 
     return run
 

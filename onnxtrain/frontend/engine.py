@@ -19,7 +19,7 @@ import torch
 from onnxtrain.capture import source_location
 from onnxtrain.capture.capture import Captured, ForwardCall, capture
 from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
-from onnxtrain.capture.export.patches import CAPTURE_LOCK, capture_is_under_way
+from onnxtrain.capture.export.patches import CAPTURE_LOCK, is_capturing
 from onnxtrain.capture.guards.size_decisions import Example
 from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key.fast_path import FastPath, Missed, compile_fast_path
@@ -176,7 +176,7 @@ class Engine:
         return self._run_slow_path(args, kwargs) if output is Missed else output
 
     def _run_slow_path(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if capture_is_under_way():
+        if is_capturing():
             return self._in_torch(*args, **kwargs)
         # The fallback runs outside of the exception handlers, so that an error of the user's module is shown alone.
         fallback: _Fallback | None = None

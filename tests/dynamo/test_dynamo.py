@@ -417,6 +417,6 @@ def test_a_compiled_part_of_a_wrapped_module_is_a_part_of_its_graph() -> None:
     x = torch.randn(2, 3, WIDTH)
     run = compiled(inner)
     torch.testing.assert_close(run(x), inner(x))
-    assert not patches.capture_is_under_way()
+    assert not patches.is_capturing()
     ours = ORTModule(nn.Sequential(inner, nn.ReLU()))
     torch.testing.assert_close(ours(x), inner(x).relu())

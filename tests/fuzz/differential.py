@@ -54,7 +54,7 @@ DOCUMENTED = (
         "a value with a gradient is written into a buffer or an input",
     ),
     ("a tensor being mutated that has internal overlap", "unfold|expand|broadcast", "overlapping views"),
-    ("elements are one in memory", "unfold|expand|broadcast", "overlapping views"),
+    ("elements overlap in memory", "unfold|expand|broadcast", "overlapping views"),
     ("that is not contiguous with normal_", "normal_", "normal_ of strided memory"),
     ("tried to directly modify sizes for customized tensor", r"\.fft\.", "a Fourier transform of one element"),
     ("enable_grad() inside torch.no_grad()", "enable_grad", "enable_grad() inside no_grad()"),

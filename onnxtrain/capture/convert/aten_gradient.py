@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 
 from onnxtrain.capture.export.patches import CAPTURE_LOCK
 from onnxtrain.capture.export.torch_reports import reports_dropped
-from onnxtrain.capture.functionalize.composite_operators import size_decisions
+from onnxtrain.capture.functionalize.composite_operators import record_size_guards
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.log import LOG
@@ -140,7 +140,7 @@ class TracedGradient:
         self._mode.cache_enabled = False  # reading the cache compares sizes, which looks like a decision
         if python_formulas:
             stack.enter_context(enable_python_dispatcher())
-        return stack.enter_context(size_decisions(self._mode.shape_env))
+        return stack.enter_context(record_size_guards(self._mode.shape_env))
 
     def _trace(self, call: AtenCall, active: Flags, has_cotangent: Flags) -> _Trace | None:
         if call.autocast:

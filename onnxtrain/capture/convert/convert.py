@@ -19,7 +19,7 @@ from torch.export.exported_program import ExportedProgram
 from onnxtrain.capture import source_location
 from onnxtrain.capture.convert.aten_gradient import TracedGradient
 from onnxtrain.capture.convert.symbolic_sizes import fixed_number, number_from_sizes, size_of, tensor_type
-from onnxtrain.capture.export.checkpoint_regions import REGION, region_of
+from onnxtrain.capture.export.checkpoint_regions import REGION, checkpoint_region_of
 from onnxtrain.capture.functionalize.autocast import refuse_hidden_casts
 from onnxtrain.capture.functionalize.composite_operators import size_decisions
 from onnxtrain.capture.functionalize.functional_calls import ASSERTIONS_AND_SIZES, ITEM
@@ -447,6 +447,6 @@ def origin_of(node: torch.fx.Node) -> dict[str, str]:
         "module": path.removeprefix("module.").removeprefix("."),
         "line": source_location.of_node(node) or "",
         "aten": str(node.target),
-        REGION: region_of(node),
+        REGION: checkpoint_region_of(node),
     }
     return {k: v for k, v in origin.items() if v}

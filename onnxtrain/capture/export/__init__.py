@@ -1,1 +1,1 @@
-"""Run torch.export on a module: what is patched in PyTorch meanwhile, and what of its tracing is skipped."""
+"""Run torch.export on a module, with patches of PyTorch for the time of the trace and shortcuts that speed it up."""

@@ -1,6 +1,6 @@
-"""Regions of torch.utils.checkpoint: what a capture notes of them, so that backward computes them again.
+"""Mark the nodes traced inside torch.utils.checkpoint, so that backward recomputes them.
 
-Both kinds are run in place while a module is captured. The nodes of a region carry its number.
+A capture runs the function of a checkpoint, reentrant or not, inline. The nodes of one region share its number.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 import torch
 from torch.fx.traceback import annotate
 
-REGION = "checkpoint"  # in a node's metadata
+REGION = "checkpoint"  # the key in an ONNX node's metadata
 _KEY = "onnxtrain_checkpoint"
 _NUMBERS = itertools.count(1)
 
 
-def region() -> AbstractContextManager[None]:
-    """What is traced inside belongs to one region."""
+def checkpoint_region() -> AbstractContextManager[None]:
+    """Mark every node traced in this context as part of one new region."""
     return annotate({_KEY: next(_NUMBERS)})
 
 
-def region_of(node: torch.fx.Node) -> str:
-    """The number of the innermost region that a node was traced in; "" outside of all."""
+def checkpoint_region_of(node: torch.fx.Node) -> str:
+    """Return the number of the innermost region that a node was traced in; "" outside of any region."""
     return str((node.meta.get("custom") or {}).get(_KEY, ""))
 
 
-def regions_for(owner: int, original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-    """`_checkpoint_without_reentrant_generator`, whose function runs in a region where thread `owner` calls it."""
+def mark_checkpoints(owner: int, original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    """Wrap `_checkpoint_without_reentrant_generator` so that a checkpoint of the thread `owner` runs in a region."""
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         if threading.get_ident() != owner:
             yield from original(*args, **kwargs)
             return
-        with region():
+        with checkpoint_region():
             yield from original(*args, **kwargs)
 
     return generator

@@ -2,9 +2,9 @@
 
 torch.export decomposes each composite operator on fake tensors, only to learn the shape of its result. For attention
 that was a third of the capture of a small BERT (0.67 s of 1.88 s for six layers), for linear and layer_norm a sixth.
-The decomposition of a recurrent layer runs step by step and so fixes the number of steps; that of a covariance reads
-elements. The shape functions here apply if all dimensions that must be equal are statically known to be; any other call
-is left to PyTorch.
+The decomposition of a recurrent layer loops over the time steps and so specializes on their number; that of a
+covariance reads elements. The shape functions here apply if all dimensions that must be equal are statically known to
+be; PyTorch handles any other call.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ _Shape: TypeAlias = "tuple[Any, ...] | None"
 
 @contextmanager
 def shape_shortcuts() -> Iterator[None]:
-    """Use these shape functions on this thread. The capture lock must be held."""
+    """Use these shape functions on this thread. The caller must hold the capture lock."""
     owner = threading.get_ident()
     with ExitStack() as stack:
-        for operator, result_of in _SHORTCUTS.items():
-            shortcut = partial(_shortcut, result_of, owner)
+        for operator, compute_result in _SHORTCUTS.items():
+            shortcut = partial(_shortcut, compute_result, owner)
             stack.enter_context(composite_kernel(operator, shortcut))
-            if operator in decomposition_table:  # where fake tensors look first
+            if operator in decomposition_table:  # fake tensors look there first
                 function = shortcut(decomposition_table[operator])
                 stack.enter_context(entry_replaced(decomposition_table, operator, function))
         yield
 
 
-def _shortcut(result_of: Callable[..., Any], owner: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that returns what `result_of` does, in the thread `owner`; if that is None, PyTorch's result."""
+def _shortcut(compute_result: Callable[..., Any], owner: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that tries `compute_result` on the thread `owner`, and `original` if that returns None."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        result = result_of(*args, **kwargs) if threading.get_ident() == owner else None
+        result = compute_result(*args, **kwargs) if threading.get_ident() == owner else None
         return original(*args, **kwargs) if result is None else result
 
     return run
 
 
-def _of_shape(shape_of: Callable[..., _Shape]) -> Callable[..., torch.Tensor | None]:
-    """Make a function that returns a tensor of the shape that `shape_of` computes, or None if that is None."""
+def _from_shape(shape_of: Callable[..., _Shape]) -> Callable[..., torch.Tensor | None]:
+    """Make a function that returns a tensor of the shape that `shape_of` computes, or None if it returns None."""
 
     def result(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         shape = shape_of(*args, **kwargs)
-        return None if shape is None else _like(shape, [a for a in (*args, *kwargs.values()) if _is_tensor(a)])
+        return None if shape is None else _new_result(shape, [a for a in (*args, *kwargs.values()) if _is_tensor(a)])
 
     return result
 
@@ -61,19 +61,19 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _like(shape: Sequence[Any], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor of this shape. It requires a gradient if a result of `inputs` would, and is no leaf."""
+def _new_result(shape: Sequence[Any], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of this shape: a non-leaf that requires a gradient if a result computed from `inputs` would."""
     result = inputs[0].new_empty(shape)
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         return result.requires_grad_().clone()
     return result
 
 
-def _agree(*pairs: tuple[Any, Any]) -> bool:
+def _known_equal(*pairs: tuple[Any, Any]) -> bool:
     return all(statically_known_true(a == b) for a, b in pairs)
 
 
-def _attention(
+def _attention_shape(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -89,17 +89,17 @@ def _attention(
         return None
     if not query.dtype == key.dtype == value.dtype or (is_causal and attn_mask is not None):
         return None
-    *batch, rows, width = query.shape
-    columns = key.shape[-2]
-    batches = [*zip(batch, key.shape, strict=False), *zip(batch, value.shape, strict=False)]
-    if not _agree(*batches, (width, key.shape[-1]), (columns, value.shape[-2])):
+    *batch, queries, head_dim = query.shape
+    keys = key.shape[-2]
+    batch_pairs = [*zip(batch, key.shape, strict=False), *zip(batch, value.shape, strict=False)]
+    if not _known_equal(*batch_pairs, (head_dim, key.shape[-1]), (keys, value.shape[-2])):
         return None
-    if attn_mask is not None and not _broadcasts(attn_mask, query.dtype, (*batch, rows, columns)):
+    if attn_mask is not None and not _broadcasts(attn_mask, query.dtype, (*batch, queries, keys)):
         return None
-    return (*batch, rows, value.shape[-1])
+    return (*batch, queries, value.shape[-1])
 
 
-def _attended(
+def _attention_result(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -108,48 +108,48 @@ def _attended(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The result of attention, with the strides of PyTorch's flash kernel for CPUs: heads of a token are contiguous.
+    """Return the result of attention with the strides of PyTorch's flash kernel for CPUs: a token's heads are adjacent.
 
-    So no copy is traced for `transpose(1, 2).contiguous()`, which models apply to it.
+    Models apply `transpose(1, 2).contiguous()` to it, for which these strides trace no copy.
     """
-    shape = _attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+    shape = _attention_shape(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
     if shape is None:
         return None
     tensors = [t for t in (query, key, value, attn_mask) if t is not None]
-    flash = (
+    has_flash_strides = (
         len(shape) == 4
         and query.device.type == "cpu"
         and torch.backends.cuda.flash_sdp_enabled()
         and dropout_p == 0
-        and _agree((query.shape[-1], value.shape[-1]))
+        and _known_equal((query.shape[-1], value.shape[-1]))
         and not (attn_mask is not None and attn_mask.requires_grad)
     )
-    if not flash:
-        return _like(shape, tensors)
-    return _like([shape[i] for i in (0, 2, 1, 3)], tensors).transpose(1, 2)
+    if not has_flash_strides:
+        return _new_result(shape, tensors)
+    return _new_result([shape[i] for i in (0, 2, 1, 3)], tensors).transpose(1, 2)
 
 
-def _broadcasts(mask: torch.Tensor, dtype: torch.dtype, scores: Sequence[Any]) -> bool:
+def _broadcasts(mask: torch.Tensor, dtype: torch.dtype, scores_shape: Sequence[Any]) -> bool:
     """Whether the mask broadcasts to the scores. Sizes not statically known to be equal add a guard, as in PyTorch."""
-    if mask.dim() > len(scores) or mask.dtype not in (torch.bool, dtype):
+    if mask.dim() > len(scores_shape) or mask.dtype not in (torch.bool, dtype):
         return False
-    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
+    pairs = zip(reversed(mask.shape), reversed(scores_shape), strict=False)
     return all(statically_known_true(a == 1) or bool(a == b) for a, b in pairs)
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> _Shape:
+def _linear_shape(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> _Shape:
     """[..., k], [n, k], [n] -> [..., n]."""
     if input.dim() < 3 or weight.dim() != 2 or input.dtype != weight.dtype:
         return None
-    sizes = [(input.size(-1), weight.size(1))]
+    pairs = [(input.size(-1), weight.size(1))]
     if bias is not None:
         if bias.dim() != 1 or bias.dtype != input.dtype:
             return None
-        sizes.append((bias.size(0), weight.size(0)))
-    return (*input.shape[:-1], weight.size(0)) if _agree(*sizes) else None
+        pairs.append((bias.size(0), weight.size(0)))
+    return (*input.shape[:-1], weight.size(0)) if _known_equal(*pairs) else None
 
 
-def _layer_norm(
+def _layer_norm_shape(
     input: torch.Tensor,
     normalized_shape: Sequence[Any],
     weight: torch.Tensor | None = None,
@@ -157,15 +157,15 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> _Shape:
-    """[..., n], [n], [n] -> [..., n], where n may be several sizes."""
-    count = len(normalized_shape)
+    """[..., n], [n], [n] -> [..., n], where n may be several dimensions."""
+    rank = len(normalized_shape)
     for shape in (normalized_shape, *(t.shape for t in (weight, bias) if t is not None)):
-        if not len(shape) == count <= input.dim() or not _agree(*zip(input.shape[-count:], shape, strict=True)):
+        if not len(shape) == rank <= input.dim() or not _known_equal(*zip(input.shape[-rank:], shape, strict=True)):
             return None
     return tuple(input.shape)
 
 
-def _recurrent(
+def _recurrent_result(
     input: torch.Tensor,
     hx: Any,
     params: Sequence[torch.Tensor],
@@ -176,23 +176,25 @@ def _recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...] | None:
-    """[s, b, i], [l, b, h] and of an LSTM [l, b, c] -> [s, b, d h], and the final states, as the initial ones."""
-    firsts = [hx] if isinstance(hx, torch.Tensor) else list(hx)
-    tensors = [input, *firsts, *params]
-    if any(t.dim() != 3 for t in (input, *firsts)):
+    """[s, b, i], [l, b, h] and, for an LSTM, [l, b, c] -> [s, b, d h] and final states shaped as the initial ones."""
+    initial_states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
+    tensors = [input, *initial_states, *params]
+    if any(t.dim() != 3 for t in (input, *initial_states)):
         return None
     if len({t.dtype for t in tensors}) > 1 and not torch.is_autocast_enabled(input.device.type):
         return None
     batch, steps = input.shape[:2] if batch_first else (input.size(1), input.size(0))
-    rows = num_layers * (2 if bidirectional else 1)
-    sizes = [(size, wanted) for f in firsts for size, wanted in zip(f.shape, (rows, batch), strict=False)]
-    if not _agree(*sizes, (input.size(2), params[0].size(1)), (firsts[0].size(2), params[1].size(1))):
+    directions = 2 if bidirectional else 1
+    state_dims = (num_layers * directions, batch)
+    hidden = initial_states[0].size(2)
+    pairs = [pair for state in initial_states for pair in zip(state.shape, state_dims, strict=False)]
+    if not _known_equal(*pairs, (input.size(2), params[0].size(1)), (hidden, params[1].size(1))):
         return None
-    y = _like((steps, batch, firsts[0].size(2) * (2 if bidirectional else 1)), tensors)
-    return y.transpose(0, 1) if batch_first else y, *(_like(f.shape, tensors) for f in firsts)
+    y = _new_result((steps, batch, hidden * directions), tensors)
+    return y.transpose(0, 1) if batch_first else y, *(_new_result(state.shape, tensors) for state in initial_states)
 
 
-def _covariances(input: torch.Tensor) -> _Shape:
+def _corrcoef_shape(input: torch.Tensor) -> _Shape:
     """[n, observations] -> [n, n]; [] for one variable, which PyTorch squeezes."""
     if input.dim() > 2 or not input.is_floating_point():
         return None
@@ -200,27 +202,27 @@ def _covariances(input: torch.Tensor) -> _Shape:
     return () if variables == 1 else (variables, variables)
 
 
-def _weighted(
+def _cov_shape(
     input: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None, aweights: Any = None
 ) -> _Shape:
-    """As `_covariances`, without weights: PyTorch reads their elements to check that none is negative."""
-    return _covariances(input) if fweights is None and aweights is None else None
+    """As `_corrcoef_shape`, only without weights: PyTorch reads their elements to check that none is negative."""
+    return _corrcoef_shape(input) if fweights is None and aweights is None else None
 
 
-def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
-    """If it drops nothing, its argument, as in eager: writes to the result must reach the argument."""
+def _dropout_result(x: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
+    """Return the argument itself if nothing is dropped, as eager does: writes to the result must reach the argument."""
     return x if p == 0 or not train else None
 
 
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.dropout.default: _dropout,
-    torch.ops.aten.scaled_dot_product_attention.default: _attended,
-    torch.ops.aten.linear.default: _of_shape(_linear),
-    torch.ops.aten.layer_norm.default: _of_shape(_layer_norm),
-    torch.ops.aten.cov.default: _of_shape(_weighted),
-    torch.ops.aten.corrcoef.default: _of_shape(_covariances),
-    torch.ops.aten.lstm.input: _recurrent,
-    torch.ops.aten.gru.input: _recurrent,
-    torch.ops.aten.rnn_tanh.input: _recurrent,
-    torch.ops.aten.rnn_relu.input: _recurrent,
+    torch.ops.aten.dropout.default: _dropout_result,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention_result,
+    torch.ops.aten.linear.default: _from_shape(_linear_shape),
+    torch.ops.aten.layer_norm.default: _from_shape(_layer_norm_shape),
+    torch.ops.aten.cov.default: _from_shape(_cov_shape),
+    torch.ops.aten.corrcoef.default: _from_shape(_corrcoef_shape),
+    torch.ops.aten.lstm.input: _recurrent_result,
+    torch.ops.aten.gru.input: _recurrent_result,
+    torch.ops.aten.rnn_tanh.input: _recurrent_result,
+    torch.ops.aten.rnn_relu.input: _recurrent_result,
 }

@@ -1,4 +1,4 @@
-"""Trace `tensor.data` as a detach: PyTorch's trace loses where it comes from."""
+"""Trace `tensor.data` as a detach: PyTorch's tracer does not record which tensor it was read from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from onnxtrain.torch_compat.patch_points import TENSOR_DATA
 
 
 @contextmanager
-def data_is_detached() -> Iterator[None]:
-    """Let `tensor.data` be `tensor.detach()` in this thread's trace, and refuse an assignment to it."""
+def trace_data_as_detach() -> Iterator[None]:
+    """Trace a read of `tensor.data` on this thread as `tensor.detach()`, and refuse an assignment to it.
+
+    Raises:
+        CaptureError: forward assigns to `tensor.data`.
+    """
     owner = threading.get_ident()
     original = TENSOR_DATA.original
 
@@ -28,7 +32,7 @@ def data_is_detached() -> Iterator[None]:
     def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if threading.get_ident() == owner and get_proxy_mode() is not None:
             raise CaptureError(
-                "forward assigns to a tensor's data, which a graph would not repeat",
+                "an assignment to tensor.data inside forward cannot be captured: a graph would not repeat it",
                 where=source_location.of_caller(),
                 todo="the module runs in PyTorch; copy into the tensor: tensor.copy_(value)",
             )

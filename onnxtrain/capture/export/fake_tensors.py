@@ -1,4 +1,8 @@
-"""Fake tensors as the rules of `fake_results` see them: what they ask of them, and how they make new ones."""
+"""Inspect fake tensors and make new ones, for the meta functions of `meta_functions.py`.
+
+A comparison of symbolic sizes would become a guard of the export. The functions here therefore compare the sizes'
+expressions, and treat a symbolic size as different from every int.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from onnxtrain.torch_compat.fake_tensors import (
     inside_kernel,
 )
 
-FLOATING, NUMBERS = object(), object()  # kinds of types: floating; and these or integers, without bool and complex
+FLOATING, REAL = object(), object()  # kinds of dtypes: floating-point; floating-point or integer, but not bool
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Fakes:
-    """What rules ask of fake tensors, and how they make new ones.
+    """Inspect the fake tensors of one mode, and make new ones.
 
     Args:
         mode: the mode that the tensors belong to.
@@ -30,13 +34,18 @@ class Fakes:
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
 
-    def are_plain(self, *tensors: Any, dtype: Any = FLOATING) -> bool:
-        """Fake tensors of unknown elements, on one device; of a kind of types, of this one, or (None) of any."""
+    def are_supported(self, *tensors: Any, dtype: Any = FLOATING) -> bool:
+        """Whether all are strided fake tensors of this mode, on one device, with unknown elements and this dtype.
 
-        def fits(of: torch.dtype) -> bool:
-            if dtype is FLOATING or dtype is NUMBERS:
-                return of.is_floating_point or (dtype is NUMBERS and of in _INTEGERS)
-            return dtype in (None, of)
+        Args:
+            tensors: what an operator was called with.
+            dtype: `FLOATING`, `REAL`, a dtype, or None for any dtype.
+        """
+
+        def matches(actual: torch.dtype) -> bool:
+            if dtype is FLOATING or dtype is REAL:
+                return actual.is_floating_point or (dtype is REAL and actual in _INTEGERS)
+            return dtype in (None, actual)
 
         return all(
             type(x) is FakeTensor
@@ -44,7 +53,7 @@ class Fakes:
             and x.constant is None
             and x.real_tensor is None
             and x.layout is torch.strided
-            and fits(x.dtype)
+            and matches(x.dtype)
             and not x.is_neg()
             and not x.is_conj()
             and x.fake_device == tensors[0].fake_device
@@ -52,17 +61,17 @@ class Fakes:
         )
 
     def is_contiguous(self, x: FakeTensor) -> bool:
-        """Whether the elements lie row by row, by the sizes' expressions: nothing is asked that becomes a condition."""
-        return self._lies_row_by_row(x, is_one)
+        """Whether the expressions of the sizes and strides show that the tensor is contiguous. Adds no guard."""
+        return self._is_row_major(x, is_one)
 
-    def is_in_order(self, x: FakeTensor) -> bool:
-        """The same, and axes of size 1 have the strides that a new tensor's would have."""
-        return self._lies_row_by_row(x, lambda size: False)
+    def has_default_strides(self, x: FakeTensor) -> bool:
+        """Whether the tensor is contiguous, and its axes of size 1 have the strides that a new tensor would have."""
+        return self._is_row_major(x, lambda size: False)
 
-    def _lies_row_by_row(self, x: FakeTensor, may_have_any: Callable[[Any], bool]) -> bool:
+    def _is_row_major(self, x: FakeTensor, is_any_stride_allowed: Callable[[Any], bool]) -> bool:
         expected: Any = 1
         for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-            if not may_have_any(size) and not is_same(stride, expected):
+            if not is_any_stride_allowed(size) and not is_same(stride, expected):
                 return False
             expected = expected * torch.sym_max(size, 1)
         return True
@@ -74,13 +83,13 @@ class Fakes:
         dtype: torch.dtype | None = None,
         strides: Sequence[Any] | None = None,
     ) -> FakeTensor:
-        """A new tensor, its elements in order where no strides are given."""
+        """Make a tensor on the device of `x`, by default with its shape and dtype, and contiguous."""
         return self.new(x.shape if shape is None else shape, dtype or x.dtype, x.fake_device, strides)
 
     def new(
         self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device, strides: Sequence[Any] | None = None
     ) -> FakeTensor:
-        """The same, of no other tensor."""
+        """Make a tensor, contiguous unless strides are given."""
         with inside_kernel(self.mode):
             if strides is None:
                 meta = torch.empty(shape, dtype=dtype, device="meta")
@@ -89,7 +98,7 @@ class Fakes:
         return FakeTensor(self.mode, meta, device)
 
     def expanded(self, x: FakeTensor, shape: Sequence[Any]) -> FakeTensor:
-        """A view with this shape, which its own broadcasts to."""
+        """Make a view of `x` with a shape that the shape of `x` broadcasts to."""
         return self.view(x, shape, expanded_strides(x, shape))
 
     def elementwise(
@@ -99,19 +108,27 @@ class Fakes:
         dtype: torch.dtype,
         others: Sequence[FakeTensor] = (),
     ) -> FakeTensor | None:
-        """What an operator makes element by element of tensors, and of `others`, that all broadcast to this shape.
+        """Make the result of an elementwise operator.
 
-        None where the order of its elements depends on sizes, or on more than PyTorch's functions for open sizes look
-        at: for known ones kernels find it, which go by the others too. Those functions ask of sizes what they cannot
-        know, and take 2 ms.
+        PyTorch's own functions for symbolic sizes take 2 ms, and may guard on a size to choose the strides.
+
+        Args:
+            tensors: the operands whose strides determine the result's under symbolic sizes.
+            shape: the result's, to which all operands broadcast.
+            dtype: the result's.
+            others: operands, such as a condition, whose strides count only under static sizes: there PyTorch takes
+                the strides from the kernel, which considers all operands.
+
+        Returns:
+            None if the result's strides depend on the sizes.
         """
         first = tensors[0]
         if not any(has_symbolic_sizes(t) for t in (*tensors, *others)):
-            return self.like(first, shape, dtype) if all(map(self.is_in_order, (*tensors, *others))) else None
-        channels_last_as_well = len(shape) == 4 and (is_one(shape[1]) or all(map(is_one, shape[2:])))
-        if all(map(self.is_in_order if channels_last_as_well else self.is_contiguous, tensors)):
+            return self.like(first, shape, dtype) if all(map(self.has_default_strides, (*tensors, *others))) else None
+        is_channels_last_too = len(shape) == 4 and (is_one(shape[1]) or all(map(is_one, shape[2:])))
+        if all(map(self.has_default_strides if is_channels_last_too else self.is_contiguous, tensors)):
             return self.like(first, shape, dtype)
-        if channels_last_as_well:
+        if is_channels_last_too:
             return None
         strides = elementwise_strides(shape, [expanded_strides(x, shape) for x in tensors])
         return None if strides is None else self.like(first, shape, dtype, strides)
@@ -119,37 +136,38 @@ class Fakes:
     def view(
         self, x: FakeTensor, shape: Sequence[Any], strides: Sequence[Any], offset: Any | None = None
     ) -> FakeTensor:
-        """Of the memory of `x`, from its own first element on or another."""
+        """Make a view of the memory of `x`, by default with the storage offset of `x`."""
         with inside_kernel(self.mode):
             meta = x.as_strided(shape, strides, x.storage_offset() if offset is None else offset)
         return FakeTensor(self.mode, meta, x.fake_device)
 
 
 def broadcast_shape(shapes: Sequence[Sequence[Any]]) -> list[Any] | None:
-    """None where two sizes are not the same by their expressions, and neither is 1."""
-    found = []
+    """Return the shape that all broadcast to; None if two sizes of an axis have different expressions, neither 1."""
+    shape = []
     for axis in range(-max(map(len, shapes)), 0):
         sizes = [s[axis] for s in shapes if len(s) >= -axis]
         wide = [n for n in sizes if not is_one(n)]
         if any(not is_same(wide[0], n) for n in wide[1:]):
             return None
-        found.append(wide[0] if wide else 1)
-    return found
+        shape.append(wide[0] if wide else 1)
+    return shape
 
 
 def is_one(size: Any) -> bool:
-    """Whether it is the number: of an expression nothing is asked, for the answer would become a condition."""
+    """Whether the size is the int 1; False for a symbolic size."""
     return isinstance(size, int) and size == 1
 
 
 def is_same(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal ints or equal expressions."""
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
     return bool(a.node.expr == b.node.expr)
 
 
 def expanded_strides(x: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-    """Those of a view of `x` with a shape that its own broadcasts to, as ATen's `inferExpandGeometry` gives them."""
+    """Return the strides of `x.expand(shape)`, as ATen's `inferExpandGeometry` computes them."""
     new = len(shape) - x.dim()
     sizes, strides = [1] * new + list(x.shape), [0] * new + list(x.stride())
     for axis in range(len(shape) - 1, -1, -1) if x.dim() else ():
@@ -161,41 +179,43 @@ def expanded_strides(x: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
 
 
 def elementwise_strides(shape: Sequence[Any], operands: Sequence[Sequence[Any]]) -> list[Any] | None:
-    """What `torch._prims_common.compute_elementwise_output_strides` gives for operands with these strides.
+    """Compute `torch._prims_common.compute_elementwise_output_strides` for operands with these strides.
 
-    None where it would have to ask of sizes what their expressions do not say.
+    Returns:
+        The strides; None if they depend on how sizes compare, beyond what the sizes' expressions show.
     """
-    places = list(reversed(range(len(shape))))  # from the innermost axis outwards
+    axes = list(reversed(range(len(shape))))  # innermost axis first
     try:
         for i in range(1, len(shape)):
-            moved = i
+            current = i
             for other in reversed(range(i)):
-                order = _order(shape, operands, places[other], places[moved])
+                order = _axis_order(shape, operands, axes[other], axes[current])
                 if order < 0:
                     break
                 if order > 0:
-                    places[other], places[moved] = places[moved], places[other]
-                    moved = other
+                    axes[other], axes[current] = axes[current], axes[other]
+                    current = other
     except _UndecidedError:
         return None
-    found = [0] * len(shape)
-    outwards = list(reversed(places))
-    for axis, stride in zip(outwards, contiguous_strides([shape[d] for d in outwards]), strict=True):
-        found[axis] = stride
-    return found
+    strides = [0] * len(shape)
+    outermost_first = list(reversed(axes))
+    dense = contiguous_strides([shape[axis] for axis in outermost_first])
+    for axis, stride in zip(outermost_first, dense, strict=True):
+        strides[axis] = stride
+    return strides
 
 
 class _UndecidedError(Exception):
-    """Sizes decide it."""
+    """The result depends on the values of symbolic sizes."""
 
 
-def _order(shape: Sequence[Any], operands: Sequence[Sequence[Any]], a: int, b: int) -> int:
-    """Whether axis `a` lies outside of `b` (1), inside (-1), or as it may (0), by the first operand that tells."""
+def _axis_order(shape: Sequence[Any], operands: Sequence[Sequence[Any]], a: int, b: int) -> int:
+    """Return 1 if axis `a` is outer to `b`, -1 if inner, 0 if either may be; the first operand that tells decides."""
     for strides in operands:
         if _is_zero(strides[a]) or _is_zero(strides[b]):
             continue
-        order = _compared(strides[a], strides[b])
-        if order == 0 and _compared(shape[a], shape[b]) > 0:
+        order = _compare(strides[a], strides[b])
+        if order == 0 and _compare(shape[a], shape[b]) > 0:
             return 1
         if order:
             return order
@@ -206,11 +226,11 @@ def _is_zero(stride: Any) -> bool:
     return isinstance(stride, int) and stride == 0
 
 
-def _compared(a: Any, b: Any) -> int:
-    """1, 0 or -1 where a > b, a = b or a < b for all sizes.
+def _compare(a: Any, b: Any) -> int:
+    """Return 1, 0 or -1 if a > b, a = b or a < b for all values of the symbols.
 
     Raises:
-        _UndecidedError: it is not the same for all sizes, or not plain to see.
+        _UndecidedError: the order depends on the values, or the expressions do not show it.
     """
     if isinstance(a, int) and isinstance(b, int):
         return (a > b) - (a < b)

@@ -1,10 +1,11 @@
 """Patch PyTorch while a module is captured, for the capturing thread only, and undo all patches at the end.
 
-* A user's `torch.autograd.Function` would be inlined and its backward silently lost: it becomes a PythonOp.
-* Reentrant `torch.utils.checkpoint` makes torch.export put everything after it under no_grad: its function is called
-  directly. What either kind of checkpoint runs is marked as a region (`checkpoint_regions.py`).
-* Hooks on tensors inside forward, and seeds that it sets, would be lost: refused.
-* The user's saved_tensors_hooks (save_on_cpu, a checkpoint around the ORTModule) would see fake tensors: disabled.
+* A user's `torch.autograd.Function` becomes a PythonOp; torch.export would inline it and silently lose its backward.
+* Reentrant `torch.utils.checkpoint` makes torch.export put everything after it under no_grad, so its function is
+  called directly. The nodes of either kind of checkpoint are marked as a checkpoint_region (`checkpoint_regions.py`).
+* Tensor hooks and random seeds set inside forward are refused; the graph would lose them.
+* The user's saved_tensors_hooks (save_on_cpu, a checkpoint around the ORTModule) are disabled; they would see fake
+  tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import CheckpointFunction
 
 from onnxtrain.capture import source_location
-from onnxtrain.capture.export.checkpoint_regions import region, regions_for
-from onnxtrain.capture.export.data_attribute import data_is_detached
+from onnxtrain.capture.export.checkpoint_regions import checkpoint_region, mark_checkpoints
+from onnxtrain.capture.export.data_attribute import trace_data_as_detach
 from onnxtrain.capture.export.torch_reports import needless_warnings_dropped
 from onnxtrain.capture.four_bit_weights import matmul_4bit
 from onnxtrain.capture.python_functions.calls import FunctionCalls
@@ -47,7 +48,7 @@ from onnxtrain.torch_compat.patch_points import (
 )
 
 CAPTURE_LOCK = threading.RLock()
-_UNDER_WAY = threading.local()
+_STATE = threading.local()
 
 
 @contextmanager
@@ -56,31 +57,31 @@ def capturing() -> Iterator[None]:
     with CAPTURE_LOCK, ExitStack() as stack:
         stack.enter_context(needless_warnings_dropped())
         if has_saved_tensors_hooks():
-            stack.enter_context(saved_tensors_hooks(_itself, _itself))
-        # A graph of dynamo's enters and leaves `torch.func`'s transforms by calls, which an error leaves entered: the
-        # results of what runs next would be wrapped tensors.
+            stack.enter_context(saved_tensors_hooks(_identity, _identity))
+        # A graph of torch.compile enters and leaves the transforms of `torch.func` by calls. After an error in between,
+        # the transform would stay entered, and wrap the tensors of everything that runs next.
         stack.callback(leave_transforms, transform_depth())
         owner = threading.get_ident()
         calls = FunctionCalls()
-        stack.enter_context(FUNCTION_APPLY.wrapped(lambda _: classmethod(_apply_for(owner, calls))))
-        stack.enter_context(FUNCTION_IN_TRANSFORM.wrapped(partial(_in_transform_for, owner)))
-        stack.enter_context(preserve_node_meta())  # else nothing is noted
-        stack.enter_context(CHECKPOINT_GENERATOR.wrapped(partial(regions_for, owner)))
+        stack.enter_context(FUNCTION_APPLY.wrapped(lambda _: classmethod(_capturing_apply(owner, calls))))
+        stack.enter_context(FUNCTION_IN_TRANSFORM.wrapped(partial(_refuse_in_transform, owner)))
+        stack.enter_context(preserve_node_meta())  # without it, nodes carry no checkpoint region
+        stack.enter_context(CHECKPOINT_GENERATOR.wrapped(partial(mark_checkpoints, owner)))
         if INFER_SIZE is not None:
             stack.enter_context(INFER_SIZE.replaced_in_thread(torch.broadcast_shapes))
         stack.enter_context(CREATE_ARGUMENT.replaced_in_thread(partial(_create_argument, CREATE_ARGUMENT.original)))
-        stack.enter_context(data_is_detached())
+        stack.enter_context(trace_data_as_detach())
         stack.enter_context(FILL_DIAGONAL.replaced_in_thread(partial(_fill_diagonal, FILL_DIAGONAL.original)))
-        for lost in _NOT_REPEATED:
-            stack.enter_context(lost.point.wrapped(partial(_refusal, owner, lost)))
-        _UNDER_WAY.flag = True
-        stack.callback(setattr, _UNDER_WAY, "flag", False)
+        for call in _UNREPEATABLE_CALLS:
+            stack.enter_context(call.point.wrapped(partial(_refusal, owner, call)))
+        _STATE.is_capturing = True
+        stack.callback(setattr, _STATE, "is_capturing", False)
         yield
         calls.check()
 
 
 def _create_argument(original: Callable[[Any, Any], Any], tracer: Any, argument: Any) -> Any:
-    """Refuse a parameter that the module does not hold: the tracer makes a constant of it, which would not train."""
+    """Refuse a parameter that is not the module's: the tracer makes a constant of it, which would not be trained."""
     if isinstance(argument, torch.nn.Parameter) and not any(argument is p for p in tracer.root.parameters()):
         refuse_outside_tensor(argument)
     return original(tracer, argument)
@@ -89,26 +90,26 @@ def _create_argument(original: Callable[[Any, Any], Any], tracer: Any, argument:
 def _fill_diagonal(
     original: Callable[..., torch.Tensor], tensor: torch.Tensor, fill_value: Any, wrap: bool = False
 ) -> torch.Tensor:
-    """Fill the diagonal of a matrix through a view: functionalization does not follow `fill_diagonal_`'s strides."""
+    """Fill the diagonal of a matrix through a view: functionalization ignores the strides of `fill_diagonal_`."""
     if wrap or tensor.ndim != 2:
         return original(tensor, fill_value, wrap)
     tensor.diagonal().fill_(fill_value)
     return tensor
 
 
-def capture_is_under_way() -> bool:
-    """Whether this thread captures a module now: an ORTModule in it is a part of that module."""
-    return getattr(_UNDER_WAY, "flag", False)
+def is_capturing() -> bool:
+    """Whether this thread is capturing a module. An ORTModule inside that module then runs as a part of it."""
+    return getattr(_STATE, "is_capturing", False)
 
 
 @dataclass(frozen=True)
-class _NotRepeated:
+class _UnrepeatableCall:
     """A function that forward may call, and whose effect a graph would not repeat.
 
     Attributes:
-        point: where the function is.
-        todo: what to do instead.
-        pytorch_may_call: whether PyTorch's own code calls it too, and undoes its effect.
+        point: the attribute of PyTorch that holds the function.
+        todo: what the user should do instead.
+        pytorch_may_call: whether PyTorch's own code also calls it, and undoes its effect.
     """
 
     point: PatchPoint
@@ -116,71 +117,75 @@ class _NotRepeated:
     pytorch_may_call: bool = False
 
 
-_NOT_REPEATED = (
-    *(_NotRepeated(point, "return the tensor from forward and use it there") for point in HOOK_REGISTRATIONS),
+_UNREPEATABLE_CALLS = (
     *(
-        _NotRepeated(point, "set the state of the generator outside of forward", pytorch_may_call=True)
+        _UnrepeatableCall(point, "return the tensor from forward and register the hook on the result")
+        for point in HOOK_REGISTRATIONS
+    ),
+    *(
+        _UnrepeatableCall(point, "set the generator's seed or state outside of forward", pytorch_may_call=True)
         for point in RANDOM_STATES
     ),
 )
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _refusal(owner: int, lost: _NotRepeated, original: Callable[..., Any]) -> Callable[..., Any]:
+def _refusal(owner: int, call: _UnrepeatableCall, original: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        by_user = not lost.pytorch_may_call or source_location.is_user_file(sys._getframe(1).f_code.co_filename)
-        if threading.get_ident() != owner or not by_user:
+        is_by_user = not call.pytorch_may_call or source_location.is_user_file(sys._getframe(1).f_code.co_filename)
+        if threading.get_ident() != owner or not is_by_user:
             return original(*args, **kwargs)
         raise CaptureError(
-            f"{lost.point.attribute} inside forward cannot be captured: a graph would not repeat it",
+            f"{call.point.attribute} inside forward cannot be captured: a graph would not repeat it",
             where=source_location.of_caller(),
-            todo=f"the module runs in PyTorch; {lost.todo}",
+            todo=f"the module runs in PyTorch; {call.todo}",
         )
 
     return refuse
 
 
-def _apply_for(owner: int, calls: FunctionCalls) -> Callable[..., Any]:
+def _capturing_apply(owner: int, calls: FunctionCalls) -> Callable[..., Any]:
+    """Make the `Function.apply` for the time of a capture."""
+
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        here = threading.get_ident() == owner and not is_uncaptured()
-        if here and cls is CheckpointFunction:
+        is_captured = threading.get_ident() == owner and not is_uncaptured()
+        if is_captured and cls is CheckpointFunction:
             return _run_checkpoint(*args, **kwargs)
-        if here and not cls.__module__.startswith(_TORCHS_OWN):
-            known = _KNOWN_FUNCTIONS.get(f"{cls.__module__}.{cls.__qualname__}")
-            result = known(*args, **kwargs) if known is not None else NotImplemented
+        if is_captured and not cls.__module__.startswith(_PYTORCH_MODULES):
+            convert = _LIBRARY_FUNCTIONS.get(f"{cls.__module__}.{cls.__qualname__}")
+            result = convert(*args, **kwargs) if convert is not None else NotImplemented
             return calls.apply(cls, args, kwargs) if result is NotImplemented else result
         return super(SingleLevelFunction, cls).apply(*args, **kwargs)
 
     return apply
 
 
-# Modules whose functions PyTorch applies itself while it traces.
-_TORCHS_OWN = ("torch._", "torch.utils.checkpoint")
+_PYTORCH_MODULES = ("torch._", "torch.utils.checkpoint")  # PyTorch itself applies their functions while it traces
 
 
-# Functions of libraries that the graph has an op for: tried before they become a PythonOp.
-_KNOWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"bitsandbytes.autograd._functions.MatMul4Bit": matmul_4bit}
+# Functions of libraries for which the graph has an op. One that returns NotImplemented becomes a PythonOp.
+_LIBRARY_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"bitsandbytes.autograd._functions.MatMul4Bit": matmul_4bit}
 
 
-def _run_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *rest: Any) -> Any:
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in rest):
-        with region():
-            return run(*rest)
-    with torch.no_grad():  # as in eager: a reentrant checkpoint of inputs without gradients gives none
-        return run(*rest)
+def _run_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in args):
+        with checkpoint_region():
+            return run(*args)
+    with torch.no_grad():  # as in eager: a reentrant checkpoint whose inputs need no gradients propagates none
+        return run(*args)
 
 
-def _in_transform_for(owner: int, original: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_in_transform(owner: int, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != owner or is_uncaptured():
             return original(cls, *args, **kwargs)
         raise CaptureError(
             f"the custom autograd.Function {qualified_name(cls)} is applied inside a torch.func transform",
             where=source_location.of_caller(),
-            todo="the module runs in PyTorch; apply the function outside of vmap, grad, jvp and their like",
+            todo="the module runs in PyTorch; apply the function outside of vmap, grad, jvp and other transforms",
         )
 
     return call

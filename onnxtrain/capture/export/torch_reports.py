@@ -1,6 +1,6 @@
 """Redirect PyTorch's logs and warnings about code that it cannot trace: onnxtrain reports the error itself.
 
-Only those of the capturing thread are redirected. Levels, handlers and warning filters stay as they are.
+Only the capturing thread's messages are redirected. Log levels, handlers and warning filters do not change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _REPORTERS = (
     "torch.fx.experimental.symbolic_shapes",
 )
 _NEEDLESS_WARNINGS = (
-    "`isinstance(treespec, LeafSpec)` is deprecated",  # by PyTorch, which copies its own treespecs so
-    "The tensor attribute",  # that an export takes for a side effect: the weights that an LSTM exchanges itself
+    "`isinstance(treespec, LeafSpec)` is deprecated",  # PyTorch itself copies treespecs in this way
+    "The tensor attribute",  # torch.export reports the weights that an LSTM reassigns as a side effect
 )
 
 
@@ -38,7 +38,7 @@ def logged_as_info() -> Iterator[None]:
 
 @contextmanager
 def reports_dropped() -> Iterator[None]:
-    """Drop warnings and messages about operators that fail on fake tensors: callers try such operators on purpose."""
+    """Drop warnings and messages about operators that fail on fake tensors. The caller expects that some may fail."""
     with _filtered((_FAKE_TENSORS,), lambda record: None), _warnings_dropped(lambda text: True):
         yield
 
@@ -51,13 +51,14 @@ def needless_warnings_dropped() -> Iterator[None]:
 
 
 @contextmanager
-def _filtered(loggers: tuple[str, ...], take: Callable[[logging.LogRecord], None]) -> Iterator[None]:
+def _filtered(loggers: tuple[str, ...], handle: Callable[[logging.LogRecord], None]) -> Iterator[None]:
+    """Call `handle` instead of the handlers for the records of this thread."""
     owner = threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:
         if threading.get_ident() != owner:
             return True
-        take(record)
+        handle(record)
         return False
 
     with ExitStack() as stack:
@@ -69,7 +70,10 @@ def _filtered(loggers: tuple[str, ...], take: Callable[[logging.LogRecord], None
 
 @contextmanager
 def _warnings_dropped(is_dropped: Callable[[str], bool]) -> Iterator[None]:
-    """`warnings.catch_warnings` would drop other threads' warnings, too, and forget the filters that they add."""
+    """Drop these warnings of this thread.
+
+    `warnings.catch_warnings` would also drop other threads' warnings, and discard the filters that they add meanwhile.
+    """
     owner, original = threading.get_ident(), warnings.warn
 
     def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **kwargs: Any) -> None:
@@ -82,13 +86,13 @@ def _warnings_dropped(is_dropped: Callable[[str], bool]) -> Iterator[None]:
 
 @contextmanager
 def printed_as_info() -> Iterator[None]:
-    """Redirect what torch.export prints to stderr in this thread: the graph as far as it was traced.
+    """Redirect the partial graph that torch.export prints to stderr when it fails.
 
-    Under the capture lock.
+    The caller must hold the capture lock.
     """
 
-    def printed(*values: object, **_: Any) -> None:
+    def log(*values: object, **_: Any) -> None:
         LOG.info("torch: %s", " ".join(map(str, values)))
 
-    with EXPORT_PRINT.replaced_in_thread(printed):
+    with EXPORT_PRINT.replaced_in_thread(log):
         yield

@@ -1,14 +1,14 @@
-"""Skip work of torch.export whose results are not used: half of its time.
+"""Skip work of torch.export whose results onnxtrain does not use. It takes half of the export's time.
 
-* Arithmetic on symbolic sizes: fake tensors repeat the same few multiplications and comparisons, 23 000 in a T5 of six
-  layers, of which 22 000 are repetitions. Their results are cached.
+* Fake tensors repeat the same few multiplications and comparisons of symbolic sizes: of 23 000 in a T5 of six layers,
+  22 000 are repetitions. Their results are cached.
 * PyTorch caches the results of operators by their arguments. With symbolic sizes, looking up and copying a result takes
   longer than computing it: without that cache, and with `meta_functions`, a small Llama is exported in half the time.
-* Each node gets a full traceback as text. One line of it is read.
-* Whether each result is contiguous, in three memory formats, is computed and stored with its node.
-* The Python source of each graph module is generated and compiled after every change, and never run.
-* All sizes and strides are searched for data-dependent symbols even if there are none: 4 % of the export of T5.
-* The module names of each node are shortened node by node, though few differ: 4 %.
+* PyTorch formats a full traceback for each node. onnxtrain reads one line of it.
+* PyTorch computes whether each result is contiguous, in three memory formats, and stores it with the node.
+* PyTorch generates and compiles the Python source of each graph module after every change. It never runs.
+* PyTorch searches all sizes and strides for data-dependent symbols even if there are none: 4 % of the export of T5.
+* PyTorch shortens the module names node by node, though few differ: 4 %.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.proxy import TracerBase
 
 from onnxtrain.capture import source_location
-from onnxtrain.capture.export.meta_functions import fake_results
+from onnxtrain.capture.export.meta_functions import fast_meta_functions
 from onnxtrain.torch_compat.patch_points import (
     CREATE_NODE,
     EXPORT_MODULE,
@@ -50,29 +50,29 @@ from onnxtrain.torch_compat.tracing import (
 
 
 @contextmanager
-def cheap_tracing() -> Iterator[None]:
-    """Skip this work on this thread. The capture lock must be held."""
+def tracing_shortcuts() -> Iterator[None]:
+    """Skip this work on this thread. The caller must hold the capture lock."""
     owner = threading.get_ident()
     with ExitStack() as stack:
         if lazy_module_class is not None:
             stack.enter_context(LAZY_MODULE_CLASS.replaced_in_thread(lazy_module_class))
             stack.enter_context(EXPORT_MODULE.replaced_in_thread(make_lazy_module))
         stack.enter_context(fake_tensor_cache_disabled())
-        stack.enter_context(fake_results())
+        stack.enter_context(fast_meta_functions())
         if metadata_without_contiguity is not None:
             stack.enter_context(TENSOR_METADATA.replaced_in_thread(metadata_without_contiguity))
-        stack.enter_context(CREATE_NODE.wrapped(partial(_with_one_line, owner)))
-        stack.enter_context(WRAP_INT.wrapped(partial(_integers, owner)))
-        stack.enter_context(UNBACKED_BINDINGS.wrapped(_where_any_are_data_dependent))
-        stack.enter_context(EXPORT_PYTREE.wrapped(_with_short_names))
+        stack.enter_context(CREATE_NODE.wrapped(partial(_with_source_line, owner)))
+        stack.enter_context(WRAP_INT.wrapped(partial(_cached_integers, owner)))
+        stack.enter_context(UNBACKED_BINDINGS.wrapped(_skip_without_data_dependent_sizes))
+        stack.enter_context(EXPORT_PYTREE.wrapped(_with_cached_tree_map))
         results: dict[Any, SymNode] = {}
         for name, point in SIZE_ARITHMETIC.items():
-            stack.enter_context(point.wrapped(partial(_remembered, owner, name, results)))
+            stack.enter_context(point.wrapped(partial(_cached_operation, owner, name, results)))
         yield
 
 
-def _with_one_line(owner: int, original: Callable[..., Node]) -> Callable[..., Node]:
-    """A tracer's `create_node` that records the user's innermost source line only."""
+def _with_source_line(owner: int, original: Callable[..., Node]) -> Callable[..., Node]:
+    """Make a tracer's `create_node` that records only the user's innermost source line."""
 
     @wraps(original)
     def create_node(self: TracerBase, *args: Any, **kwargs: Any) -> Node:
@@ -90,16 +90,16 @@ def _with_one_line(owner: int, original: Callable[..., Node]) -> Callable[..., N
     return create_node
 
 
-def _remembered(
+def _cached_operation(
     owner: int, name: str, results: dict[Any, SymNode], compute: Callable[[SymNode, SymNode], SymNode]
 ) -> Callable[[SymNode, SymNode], SymNode]:
-    """An operation on two sizes that is computed once.
+    """Make an operation on two sizes that caches its results.
 
-    Sharing a result is safe: it is immutable, and replacements of its symbols are looked up when it is read. In proxy
-    mode it becomes a node of the graph; if it has one already, PyTorch adds another, which is dead. Such nodes are
-    6 % of the export of a T5 of six layers.
+    Sharing a result is safe: it is immutable, and PyTorch looks up replacements of its symbols when it is read. In
+    proxy mode an operation adds a node to the graph, which is dead if the result has one already. Such nodes are 6 %
+    of the export of a T5 of six layers.
     """
-    multiplies = name == "mul"
+    is_multiplication = name == "mul"
 
     @wraps(compute)
     def operation(self: SymNode, other: SymNode) -> SymNode:
@@ -110,8 +110,8 @@ def _remembered(
             return compute(self, other)
         mode = proxy_tensor.get_proxy_mode()
         expressions = node_expression(self), node_expression(other)
-        if mode is not None and multiplies and 1 in expressions:
-            return compute(self, other)  # gives the other operand itself
+        if mode is not None and is_multiplication and 1 in expressions:
+            return compute(self, other)  # returns the other operand itself
         key = (name, id(self.shape_env), *expressions, *hints)
         result = results.get(key)
         if result is None or (mode is not None and result not in _nodes_of(mode)):
@@ -124,13 +124,13 @@ def _remembered(
 
 
 def _nodes_of(mode: proxy_tensor.ProxyTorchDispatchMode) -> Container[SymNode]:
-    """The sizes that have a node in the graph being traced."""
-    found: Container[SymNode] = getattr(mode.tracer.symnode_tracker, "sym_node_dict", ())
-    return found
+    """Return the sizes that have a node in the graph being traced."""
+    sizes: Container[SymNode] = getattr(mode.tracer.symnode_tracker, "sym_node_dict", ())
+    return sizes
 
 
-def _integers(owner: int, wrap: Callable[[SymNode, int], SymNode]) -> Callable[[SymNode, int], SymNode]:
-    """A `SymNode.wrap_int` that makes one node for each integer: a node is never changed."""
+def _cached_integers(owner: int, wrap: Callable[[SymNode, int], SymNode]) -> Callable[[SymNode, int], SymNode]:
+    """Make a `SymNode.wrap_int` that returns one shared node per integer: nodes are immutable."""
     nodes: dict[tuple[int, int], SymNode] = {}
 
     @wraps(wrap)
@@ -145,8 +145,8 @@ def _integers(owner: int, wrap: Callable[[SymNode, int], SymNode]) -> Callable[[
     return wrap_int
 
 
-def _where_any_are_data_dependent(original: Callable[[GraphModule], None]) -> Callable[[GraphModule], None]:
-    """A `_replace_unbacked_bindings` that searches only where there are data-dependent sizes, on this thread."""
+def _skip_without_data_dependent_sizes(original: Callable[[GraphModule], None]) -> Callable[[GraphModule], None]:
+    """Make a `_replace_unbacked_bindings` that, on this thread, searches only graphs with data-dependent sizes."""
 
     def replace(module: GraphModule) -> None:
         if has_data_dependent_sizes(module):
@@ -158,26 +158,26 @@ def _where_any_are_data_dependent(original: Callable[[GraphModule], None]) -> Ca
     return in_thread(replace, original)
 
 
-def _with_short_names(trees: Any) -> SimpleNamespace:
-    """The module of pytrees with a `tree_map` that remembers short names, on this thread."""
-    return SimpleNamespace(**{**vars(trees), "tree_map": in_thread(_mapped(trees.tree_map), trees.tree_map)})
+def _with_cached_tree_map(trees: Any) -> SimpleNamespace:
+    """Copy PyTorch's pytree module, with a `tree_map` that caches the shortened module names on this thread."""
+    return SimpleNamespace(**{**vars(trees), "tree_map": in_thread(_cached_tree_map(trees.tree_map), trees.tree_map)})
 
 
-def _mapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `tree_map` that caches its results for dictionaries of tuples of strings."""
-    known: dict[Any, dict[Any, Any]] = {}
+def _cached_tree_map(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a `tree_map` that caches its results for dictionaries of tuples of strings."""
+    results: dict[Any, dict[Any, Any]] = {}
 
     @wraps(original)
     def tree_map(function: Callable[..., Any], tree: Any, *rests: Any, **options: Any) -> Any:
-        if type(tree) is not dict or rests or options or not all(map(_is_of_texts, tree.values())):
+        if type(tree) is not dict or rests or options or not all(map(_is_tuple_of_strings, tree.values())):
             return original(function, tree, *rests, **options)
         key = (function, *tree.items())
-        if key not in known:
-            known[key] = original(function, tree)
-        return dict(known[key])
+        if key not in results:
+            results[key] = original(function, tree)
+        return dict(results[key])
 
     return tree_map
 
 
-def _is_of_texts(value: Any) -> bool:
+def _is_tuple_of_strings(value: Any) -> bool:
     return type(value) is tuple and all(type(part) is str for part in value)

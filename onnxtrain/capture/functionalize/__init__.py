@@ -1,1 +1,1 @@
-"""Rewrite an exported program as one without writes, composite operators, autocast and no_grad regions."""
+"""Rewrite an exported program without in-place writes, composite operators, autocast and no_grad regions."""

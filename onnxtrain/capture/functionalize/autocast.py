@@ -1,11 +1,12 @@
-"""Composite operators under autocast.
+"""Apply autocast inside composite operators, as eager PyTorch does.
 
-    einsum(a, b)  ──autocast──>  bmm(cast(a), cast(b))        so does eager PyTorch
+    einsum(a, b)  ──autocast──>  bmm(cast(a), cast(b))
 
-Autocast casts the inputs of the operators on its list. A composite operator that is not on it may call some that are:
-eager PyTorch then casts inside it, and its result may have another element type. Functionalization does not see that.
-So such an operator is taken apart with autocast on; one that stays whole runs under autocast when the graph runs. A
-recurrent layer has a definition: where it computes in one type, what it reads is cast before it; else it runs so too.
+Autocast casts the inputs of the operators on its list. A composite operator that is not on the list may call some that
+are: eager PyTorch then casts inside it, and the dtype of its result may change. Functionalization misses this.
+Such an operator is therefore decomposed with autocast on. One that must stay whole runs under autocast when the graph
+runs. A recurrent layer has a definition: its inputs are cast before it if it computes in one dtype, otherwise it also
+runs under autocast.
 """
 
 from __future__ import annotations
@@ -34,74 +35,97 @@ from onnxtrain.torch_compat.modes import TorchDispatchMode, autocast_inside_oper
 from onnxtrain.torch_compat.operators import OpOverload
 
 
-def casting_composites(program: ExportedProgram) -> set[Any]:
-    """The composite operators of an export inside which autocast casts.
+def composites_with_casts(program: ExportedProgram) -> set[Any]:
+    """Return the composite operators of an export inside which autocast casts.
 
     Raises:
-        CaptureError: such an operator is called where forward itself has switched autocast on or off.
+        CaptureError: such an operator is called inside a region where forward itself switches autocast on or off.
     """
-    now = autocast_state()
-    calls = list(_composite_calls(program.graph_module, now))
-    states = {state for _, state in calls if state} | ({now} if now else set())
-    known: dict[Any, bool] = {}
+    current = autocast_state()
+    calls = list(_composite_calls(program.graph_module, current))
+    states = {state for _, state in calls if state} | ({current} if current else set())
+    casts_inside: dict[Any, bool] = {}
     casting: set[Any] = set()
     for node, _ in calls:
         for state in states:
             values = pytree.tree_leaves(map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
             key = (node.target, state, *(v.dtype for v in values if isinstance(v, torch.Tensor)))
-            if key not in known:
-                known[key] = _casts_inside(node, state)
-            if known[key]:
+            if key not in casts_inside:
+                casts_inside[key] = _casts_inside(node, state)
+            if casts_inside[key]:
                 casting.add(node.target)
     for node, state in calls:
-        if node.target in casting and state != now:
+        if node.target in casting and state != current:
             raise CaptureError(
                 f"forward switches autocast around {node.target}, inside which autocast casts",
                 where=source_location.of_node(node),
-                todo="the module runs in PyTorch; call it where autocast is as around the whole module",
+                expected=f"the same autocast state as around the module: {_as_text(current)}",
+                got=_as_text(state),
+                todo="the module runs in PyTorch; call the operator outside of forward's own autocast regions",
             )
     return casting
 
 
-def hidden_casts(program: ExportedProgram, defined: Container[str]) -> dict[Any, Node]:
-    """The operators of a functional graph inside which autocast still casts, and the first call of each.
+def _as_text(state: State) -> str:
+    return ", ".join(sorted(f"{dtype} on {device}" for device, dtype in state)) or "off"
 
-    One that is not `defined` may stay: it runs under autocast.
+
+def hidden_casts(program: ExportedProgram, defined: Container[str]) -> dict[Any, Node]:
+    """Return the defined operators of a functional graph inside which autocast still casts, and their first calls.
+
+    PyTorch's decompositions may call such operators. One without a definition may stay: it runs under autocast.
+
+    Args:
+        program: the functional graph.
+        defined: the names of the operators that have an ONNX definition.
     """
-    casts = casting_composites(program) if autocast_state() else set()
-    found: dict[Any, Node] = {}
+    casts = composites_with_casts(program) if autocast_state() else set()
+    first_calls: dict[Any, Node] = {}
     for node in program.graph.nodes:
         if node.target in casts and str(node.target) in defined and str(node.target) not in RECURRENT:
-            found.setdefault(node.target, node)
-    return found
+            first_calls.setdefault(node.target, node)
+    return first_calls
 
 
 def refuse_hidden_casts(program: ExportedProgram, defined: Container[str]) -> None:
-    """Raises UnsupportedOperatorError where a functional graph still holds an operator inside which autocast casts."""
+    """Refuse a functional graph that has hidden casts.
+
+    Args:
+        program: the functional graph.
+        defined: the names of the operators that have an ONNX definition.
+
+    Raises:
+        UnsupportedOperatorError: the graph has hidden casts.
+    """
     for target, node in hidden_casts(program, defined).items():
         raise UnsupportedOperatorError(
-            f"autocast casts inside {target}, which the graph cannot say",
+            f"autocast casts inside {target}, which the graph cannot express",
             where=source_location.of_node(node),
-            todo="the module runs in PyTorch; write it with torch.matmul, or call it with autocast switched off",
+            todo="the module runs in PyTorch; use torch.matmul instead, or switch autocast off around the call",
         )
 
 
-def state_types(program: ExportedProgram, whole: set[Any]) -> None:
-    """Casts the results of operators that stay whole to the types that they have under autocast.
+def declare_autocast_dtypes(program: ExportedProgram, kept: set[Any]) -> None:
+    """Cast the results of operators that are not decomposed to the dtypes that they have under autocast.
 
-    Functionalization would go on with the types that they have without it. When the graph runs, nothing is to be cast.
+    Functionalization would continue with the dtypes that they have without autocast. At run time these casts do
+    nothing.
+
+    Args:
+        program: the export, changed in place.
+        kept: the operators that are not decomposed.
     """
-    now = autocast_state()
-    for node, _ in list(_composite_calls(program.graph_module, now)):
-        if node.target not in whole:
+    current = autocast_state()
+    for node, _ in list(_composite_calls(program.graph_module, current)):
+        if node.target not in kept:
             continue
-        dtypes = _dtypes_under(node, now)
-        if str(node.target) in RECURRENT and computes_in_one_dtype(str(node.target), now):
+        dtypes = _dtypes_under(node, current)
+        if str(node.target) in RECURRENT and computes_in_one_dtype(str(node.target), current):
             _cast_arguments(node, dtypes[0])
             continue
-        several = isinstance(node.meta.get("val"), (tuple, list))
+        has_several_results = isinstance(node.meta.get("val"), (tuple, list))
         for index, dtype in enumerate(dtypes):
-            for result in [u for u in node.users if u.args[1] == index] if several else [node]:
+            for result in [u for u in node.users if u.args[1] == index] if has_several_results else [node]:
                 with node.graph.inserting_after(result):
                     cast = node.graph.call_function(TO_COPY.default, (result,), {"dtype": dtype})
                 cast.meta = dict(result.meta)
@@ -111,22 +135,22 @@ def state_types(program: ExportedProgram, whole: set[Any]) -> None:
 
 
 def _cast_arguments(node: Node, dtype: torch.dtype) -> None:
-    """Casts what a recurrent layer reads."""
+    """Cast the floating-point arguments of a recurrent layer to `dtype`."""
 
     def cast(argument: Node) -> Node:
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
             return argument
-        made = node.graph.call_function(TO_COPY.default, (argument,), {"dtype": dtype})
-        made.meta = {**node.meta, "val": value.new_empty(value.shape, dtype=dtype)}
-        return made
+        copy = node.graph.call_function(TO_COPY.default, (argument,), {"dtype": dtype})
+        copy.meta = {**node.meta, "val": value.new_empty(value.shape, dtype=dtype)}
+        return copy
 
     with node.graph.inserting_before(node):
         node.args = map_arg(node.args, cast)
 
 
 def _dtypes_under(node: Node, state: State) -> list[torch.dtype]:
-    """The types of a call's results with autocast in this state, on zeros: not all kernels take fake tensors."""
+    """Run a call on zeros with autocast in this state, because not all kernels take fake tensors; return its dtypes."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: pytree.tree_map(_zeros, n.meta.get("val")))
     cuda = [torch.cuda.current_device()] if "cuda" in dict(state) else []
     with torch.random.fork_rng(cuda), torch.no_grad(), ExitStack() as stack:
@@ -143,22 +167,22 @@ def _zeros(value: Any) -> Any:
     return torch.zeros(tuple(map(_zeros, value.shape)), dtype=value.dtype, device=value.device)
 
 
-def casting(target: Any, parts: Callable[..., Any]) -> Callable[..., Any]:
-    """`parts`, which take the composite operator `target` apart, with autocast on inside as it is now."""
-    devices = [device for device, _ in _unlisted(target, autocast_state())]
+def with_autocast_inside(target: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the decomposition of the composite operator `target` so that it runs under the current autocast state."""
+    devices = [device for device, _ in _state_inside(target, autocast_state())]
 
-    def cast_parts(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:  # functionalization has switched it off at this depth
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:  # at this dispatch level functionalization has switched autocast off
             for device in devices:
                 for guard in autocast_inside_operators(device):
                     stack.enter_context(guard)
-            return parts(*args, **kwargs)
+            return decomposition(*args, **kwargs)
 
-    return cast_parts if devices else parts
+    return decompose if devices else decomposition
 
 
 def _composite_calls(module: GraphModule, state: State) -> Iterator[tuple[Node, State]]:
-    """The calls of composite operators, and the state of autocast around each."""
+    """Yield the calls of composite operators, and the autocast state around each."""
     for node in module.graph.nodes:
         if node.op != "call_function":
             continue
@@ -177,17 +201,17 @@ def _composite_calls(module: GraphModule, state: State) -> Iterator[tuple[Node, 
 
 
 def is_listed(target: Any, state: State) -> bool:
-    """Whether an operator is on the list of autocast in this state, which then casts before it."""
-    return isinstance(target, OpOverload) and _unlisted(target, state) != state
+    """Whether autocast in this state has the operator on its list, and casts its inputs."""
+    return isinstance(target, OpOverload) and _state_inside(target, state) != state
 
 
-def _unlisted(target: Any, state: State) -> State:
-    """Of a state, what is not on autocast's own list for this operator: there it casts before, and not inside."""
+def _state_inside(target: Any, state: State) -> State:
+    """Return the autocast state inside an operator: without the devices whose list has it, which cast its inputs."""
     return frozenset(s for s in state if not has_kernel_for_key(target.name(), f"Autocast{s[0].upper()}"))
 
 
-class _Names(TorchDispatchMode):
-    """Notes the operators that are called."""
+class _CallRecorder(TorchDispatchMode):
+    """Record the names of the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
@@ -199,31 +223,32 @@ class _Names(TorchDispatchMode):
 
 
 def _casts_inside(node: Node, state: State) -> bool:
-    """Whether autocast changes what a call does inside. Taken to be so where fake tensors do not tell."""
-    state = _unlisted(node.target, state)
+    """Whether autocast changes which operators a call runs inside; True if it fails on fake tensors."""
+    state = _state_inside(node.target, state)
     if not state or str(node.target) in RECURRENT:
         return bool(state)
-    called: list[list[str]] = []
-    for around in (state, frozenset()):
+    calls: list[list[str]] = []
+    for tried in (state, frozenset()):
         try:
-            with _on_fakes(node, around) as (args, kwargs), _Names() as names:
+            with _on_fakes(node, tried) as (args, kwargs), _CallRecorder() as recorder:
                 node.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         except Exception:  # noqa: BLE001  # an operator may raise anything
             return True
-        called.append(names.called)
-    return called[0] != called[1]
+        calls.append(recorder.called)
+    return calls[0] != calls[1]
 
 
 @contextmanager
 def _on_fakes(node: Node, state: State) -> Iterator[tuple[Any, Any]]:
-    """The fake arguments of a call, with autocast in this state, and no trace left in the record of sizes."""
+    """Enter this autocast state, without adding guards or symbols, and yield the fake arguments of a call."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     modes = [v.fake_mode for v in pytree.tree_leaves((args, kwargs)) if hasattr(v, "fake_mode")]
-    on = dict(state)
+    dtypes = dict(state)
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
-            if device in on or torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, on.get(device), enabled=device in on, cache_enabled=False))
+            is_on = device in dtypes
+            if is_on or torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, dtypes.get(device), enabled=is_on, cache_enabled=False))
         for mode in modes[:1]:
             stack.enter_context(mode)
             if mode.shape_env is not None:

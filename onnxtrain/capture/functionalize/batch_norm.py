@@ -1,11 +1,11 @@
-"""A batch norm as PyTorch's functionalization writes it, for exports that are converted without it.
+"""Rewrite a batch norm as PyTorch's functionalization does, for exports that are converted without it.
 
     batch_norm(x, w, b, mean, var, training=True)   ──>  _native_batch_norm_legit_functional: y, …, new mean, new var
     batch_norm(x, w, b, mean, var, training=False)  ──>  _native_batch_norm_legit_no_training: y, …
     batch_norm(x, w, b, None, None, …)              ──>  _native_batch_norm_legit.no_stats: y, …
 
-PyTorch takes the composite operator apart otherwise where there are no elements, or perhaps on another device: such
-calls are left to it.
+For an empty input, and possibly on other devices, PyTorch decomposes the operator differently: such calls are left to
+its functionalization.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def _argument_names() -> tuple[str, ...]:
 
 
 class FunctionalNorm(NamedTuple):
-    """What stands for a batch norm.
+    """The functional call that replaces a batch norm.
 
     Attributes:
         target, arguments: the call.
-        results: the fake tensors that it gives, of which the first is the norm's.
-        updates: for each of the statistics that the norm writes, the number of the result and the node written to.
+        results: the call's results as fake tensors; the first replaces the batch norm's result.
+        updates: for each running statistic to update, the index of the result, and the node of the buffer.
     """
 
     target: Any
@@ -50,17 +50,17 @@ class FunctionalNorm(NamedTuple):
 
 
 def updates_statistics(node: Node) -> bool:
-    """Whether a node is a batch norm that writes to running statistics: its schema does not say so."""
+    """Whether a node is a batch norm that writes to running statistics, which its schema does not declare."""
     if node.target is not BATCH_NORM:
         return False
-    given = _arguments(node)
-    return bool(given["training"]) and any(given[name] is not None for name in ("running_mean", "running_var"))
+    named = _arguments(node)
+    return bool(named["training"]) and any(named[name] is not None for name in ("running_mean", "running_var"))
 
 
 def functional_batch_norm(node: Node) -> FunctionalNorm | None:
-    """The functional call for a batch norm; None where PyTorch may take it apart in another way."""
-    given = _arguments(node)
-    x, weight, bias, mean, var, training, momentum, eps, _ = (given[name] for name in _argument_names())
+    """Return the functional call for a batch norm; None if PyTorch may decompose it differently."""
+    named = _arguments(node)
+    x, weight, bias, mean, var, training, momentum, eps, _ = (named[name] for name in _argument_names())
     if type(training) is not bool or type(momentum) is not float or type(eps) is not float:
         return None
     updates: tuple[tuple[int, Node], ...] = ()
@@ -81,7 +81,7 @@ def functional_batch_norm(node: Node) -> FunctionalNorm | None:
     if results is None or not _same_type(results[0], node.meta.get("val")):
         return None
     if not all(_same_type(results[index], statistic.meta.get("val")) for index, statistic in updates):
-        return None  # the statistics of a module in half precision: PyTorch takes the new ones for float32
+        return None  # in half precision: PyTorch's meta function returns the new statistics as float32
     return FunctionalNorm(target, arguments, results, updates)
 
 
@@ -90,19 +90,19 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _results(target: Any, arguments: tuple[Any, ...]) -> tuple[FakeTensor, ...] | None:
-    """What the call gives on fake tensors; None for those that it is not known for."""
-    given: Any = map_arg(arguments, lambda n: n.meta.get("val"))
-    tensors = [value for value in given[:5] if value is not None and not isinstance(value, (bool, float))]
-    if not all(isinstance(t, FakeTensor) and t.fake_device.type == "cpu" for t in tensors) or _is_empty(given[0]):
+    """Run the call on fake tensors; None if they are not on the CPU, or may be empty."""
+    values: Any = map_arg(arguments, lambda n: n.meta.get("val"))
+    tensors = [value for value in values[:5] if value is not None and not isinstance(value, (bool, float))]
+    if not all(isinstance(t, FakeTensor) and t.fake_device.type == "cpu" for t in tensors) or _is_empty(values[0]):
         return None
-    mode = given[0].fake_mode
+    mode = values[0].fake_mode
     with mode, mode.shape_env.suppress_guards(), mode.shape_env.ignore_fresh_unbacked_symbols():
-        results: tuple[FakeTensor, ...] = target(*given)
+        results: tuple[FakeTensor, ...] = target(*values)
     return results
 
 
 def _is_empty(x: torch.Tensor) -> bool:
-    """Whether there are no elements, as the sizes are now; taken to be so where nobody knows."""
+    """Whether the tensor is empty at the example's sizes; True if its size depends on data."""
     count: Any = x.numel()
     return not (count if isinstance(count, int) else count.node.hint)
 

@@ -1,10 +1,11 @@
-"""The casts that autocast makes before an operator, for exports that are converted without functionalization.
+"""Make autocast's casts before an operator explicit, for exports that are converted without functionalization.
 
     linear(x, w, b)  ──autocast──>  linear(_to_copy(x), _to_copy(w), _to_copy(b))
 
-Which arguments are cast is not written down here: each operator that autocast knows is run on fake tensors, once for
-each combination of types. It has to cast some of its arguments and then call what it calls without autocast on such
-arguments; any other is left to PyTorch (a softmax that gets another `dtype`).
+PyTorch itself tells which arguments are cast: each operator on autocast's list runs once on fake tensors for each
+combination of dtypes. If it casts some arguments, and then calls the same operators as it calls without autocast on
+cast arguments, the casts are all that autocast does. Otherwise (a softmax that gets another `dtype`) the export is left
+to PyTorch's functionalization.
 """
 
 from __future__ import annotations
@@ -25,94 +26,106 @@ from onnxtrain.torch_compat.fake_tensors import FakeTensor, FakeTensorMode
 from onnxtrain.torch_compat.modes import TorchDispatchMode
 
 CAST = TO_COPY.default
-Casts = list[tuple[int, torch.dtype]]  # the places of arguments among the nodes that a call is given, in order
+Casts = list[tuple[int, torch.dtype]]  # positions among the call's arguments that are nodes, and the new dtypes
 
 
 class ExplicitCasts:
-    """What autocast in one state casts."""
+    """The casts of one autocast state, found by running operators on fake tensors."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._known: dict[Any, Casts | None] = {}
+        self._cached: dict[Any, Casts | None] = {}
 
     def before(self, node: Node) -> Casts | None:
-        """The casts of a call's arguments; None where that is not all that autocast does."""
+        """Return the casts of a call's arguments; None if autocast does more than cast them."""
         if not self._state or not is_listed(node.target, self._state):
             return []
         if str(node.target) in RECURRENT:
             return None
-        key = (node.target, *map(_kind, pytree.tree_leaves((node.args, dict(node.kwargs)))))
-        if key not in self._known:
-            self._known[key] = self._found(node)
-        return self._known[key]
+        key = (node.target, *map(_argument_key, pytree.tree_leaves((node.args, dict(node.kwargs)))))
+        if key not in self._cached:
+            self._cached[key] = self._find_casts(node)
+        return self._cached[key]
 
-    def _found(self, node: Node) -> Casts | None:
+    def _find_casts(self, node: Node) -> Casts | None:
         try:
-            given, values = _on_fakes(node)
-            cast = _Calls(node, given, self._state)
-            found: Casts = []
-            for value, dtype in cast.first:
-                taken = {place for place, _ in found}
-                place = next(i for i, v in enumerate(values) if v is value and i not in taken)
-                found.append((place, dtype))
-            to = dict(found)
-            then = _Calls(node, _on_fakes(node, to)[0], frozenset())
+            arguments, values = _fake_arguments(node)
+            with_autocast = _CallRecorder(node, arguments, self._state)
+            casts: Casts = []
+            for value, dtype in with_autocast.casts:
+                taken = {position for position, _ in casts}
+                position = next(i for i, v in enumerate(values) if v is value and i not in taken)
+                casts.append((position, dtype))
+            without = _CallRecorder(node, _fake_arguments(node, dict(casts))[0], frozenset())
         except Exception:  # noqa: BLE001  # an operator may raise anything
             return None
-        is_same = then.made == cast.made[len(cast.first) :] and then.dtypes == cast.dtypes == _dtypes(node.meta["val"])
-        return found if is_same else None
+        is_same = without.calls == with_autocast.calls[len(with_autocast.casts) :]
+        return casts if is_same and without.dtypes == with_autocast.dtypes == _dtypes(node.meta["val"]) else None
 
 
-class _Calls(TorchDispatchMode):
-    """The operators that a call of a node calls.
+class _CallRecorder(TorchDispatchMode):
+    """Run a node's call under an autocast state, and record the operators that it calls.
+
+    Args:
+        node: the call.
+        arguments: its positional and keyword arguments on fake tensors.
+        state: the autocast state.
 
     Attributes:
-        made: their names, and the types of their results.
-        first: the arguments that are cast before all others, and to what.
-        dtypes: those of the results.
+        calls: the names of the called operators, and the dtypes of their results.
+        casts: the arguments that are cast before all other calls, and their new dtypes.
+        dtypes: the dtypes of the node's results.
     """
 
-    def __init__(self, node: Node, given: Any, state: State) -> None:
+    def __init__(self, node: Node, arguments: Any, state: State) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
-        self.made: list[tuple[str, list[torch.dtype]]] = []
-        self.first: list[tuple[torch.Tensor, torch.dtype]] = []
-        self._given = [value for value in pytree.tree_leaves(given) if isinstance(value, FakeTensor)]
-        on = dict(state)
+        self.calls: list[tuple[str, list[torch.dtype]]] = []
+        self.casts: list[tuple[torch.Tensor, torch.dtype]] = []
+        self._tensors = [value for value in pytree.tree_leaves(arguments) if isinstance(value, FakeTensor)]
+        dtypes = dict(state)
         with ExitStack() as stack:
             for device in ("cpu", "cuda"):
-                if device in on or torch.is_autocast_enabled(device):
-                    autocast = torch.autocast(device, on.get(device), enabled=device in on, cache_enabled=False)
-                    stack.enter_context(autocast)
-            stack.enter_context(self._given[0].fake_mode)
+                is_on = device in dtypes
+                if is_on or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtypes.get(device), enabled=is_on, cache_enabled=False))
+            stack.enter_context(self._tensors[0].fake_mode)
             stack.enter_context(self)
-            args, kwargs = given
+            args, kwargs = arguments
             self.dtypes = _dtypes(node.target(*args, **kwargs))  # type: ignore[operator]  # an OpOverload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # a question, as that for the device
+        if func.namespace == "prim":  # a query, such as for the device
             return result
-        if func is CAST and len(self.first) == len(self.made) and any(args[0] is value for value in self._given):
-            self.first.append((args[0], result.dtype))
-        self.made.append((str(func), _dtypes(result)))
+        if func is CAST and len(self.casts) == len(self.calls) and any(args[0] is t for t in self._tensors):
+            self.casts.append((args[0], result.dtype))
+        self.calls.append((str(func), _dtypes(result)))
         return result
 
 
-def _on_fakes(node: Node, to: dict[int, torch.dtype] | None = None) -> tuple[Any, list[Any]]:
-    """The arguments of a call, of the sizes that they have now and perhaps of other types; and those that are nodes."""
+def _fake_arguments(node: Node, new_dtypes: dict[int, torch.dtype] | None = None) -> tuple[Any, list[Any]]:
+    """Make fake arguments for a call, of the example's sizes.
+
+    Args:
+        node: the call.
+        new_dtypes: dtypes for some of the arguments that are nodes, by position among these.
+
+    Returns:
+        The positional and keyword arguments, and the values of those that are nodes.
+    """
     mode = FakeTensorMode()
-    made: dict[tuple[Node, torch.dtype | None], Any] = {}
+    fakes: dict[tuple[Node, torch.dtype | None], Any] = {}
     values: list[Any] = []
 
     def value(argument: Node) -> Any:
-        key = (argument, (to or {}).get(len(values)))
-        if key not in made:
-            made[key] = pytree.tree_map(lambda v: _fake(mode, v, key[1]), argument.meta["val"])
-        values.append(made[key])
-        return made[key]
+        key = (argument, (new_dtypes or {}).get(len(values)))
+        if key not in fakes:
+            fakes[key] = pytree.tree_map(lambda v: _fake(mode, v, key[1]), argument.meta["val"])
+        values.append(fakes[key])
+        return fakes[key]
 
-    given = map_arg((node.args, node.kwargs), value)
-    return given, values
+    arguments = map_arg((node.args, node.kwargs), value)
+    return arguments, values
 
 
 def _fake(mode: FakeTensorMode, value: Any, dtype: torch.dtype | None) -> Any:
@@ -126,12 +139,12 @@ def _fake(mode: FakeTensorMode, value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def cast_value(value: Any, dtype: torch.dtype) -> Any:
-    """A fake tensor in another type, made in its own mode."""
+    """Cast a fake tensor in its own mode."""
     with value.fake_mode:
         return CAST(value, dtype=dtype)
 
 
-def _kind(leaf: Any) -> Any:
+def _argument_key(leaf: Any) -> Any:
     value = leaf.meta.get("val") if isinstance(leaf, Node) else leaf
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device.type, value.dim()

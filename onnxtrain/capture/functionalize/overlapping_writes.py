@@ -1,6 +1,6 @@
-"""Writes to overlapping views: several of their elements are one in memory, which a functional graph cannot say.
+"""Refuse writes to views whose elements overlap in memory, which a functional graph cannot express.
 
-x.expand(2, 3).fill_(1)                     functionalization would add up the elements that are one
+x.expand(2, 3).fill_(1)                     functionalization would add up the overlapping elements
 torch.select_scatter(x.unfold(0, 2, 1), …)  PyTorch's result overlaps, too: a write to one element changes others
 """
 
@@ -11,7 +11,7 @@ from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from onnxtrain.capture import source_location
-from onnxtrain.capture.functionalize.no_grad import written_arguments
+from onnxtrain.capture.functionalize.no_grad import mutated_arguments
 from onnxtrain.capture.node_storage import example_size
 from onnxtrain.errors import CaptureError
 
@@ -23,30 +23,30 @@ def refuse_overlapping_writes(program: ExportedProgram) -> None:
     """Refuse a forward that writes to a view whose elements overlap.
 
     Raises:
-        CaptureError: forward does.
+        CaptureError: forward writes to such a view.
     """
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if any(_overlaps(written.meta.get("val")) for written in _written(node)):
+            if any(_overlaps(written.meta.get("val")) for written in _written_values(node)):
                 raise CaptureError(
-                    "forward writes to a view of which several elements are one in memory",
+                    "forward writes to a view whose elements overlap in memory",
                     where=source_location.of_node(node),
                     got=str(node.target),
                     todo="the module runs in PyTorch; clone() the view first",
                 )
 
 
-def _written(node: Node) -> list[Node]:
+def _written_values(node: Node) -> list[Node]:
     if getattr(node.target, "overloadpacket", None) in _SCATTERS:
         return [argument for argument in node.args[:1] if isinstance(argument, Node)]
-    return written_arguments(node)
+    return mutated_arguments(node)
 
 
 def _overlaps(value: object) -> bool:
-    """Whether a dimension's stride is shorter than what the dimensions inside it span, at the sizes at hand."""
+    """Whether a dimension's stride is smaller than the span of the dimensions inside it, at the example's sizes."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
-    sizes, strides = ([example_size(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    sizes, strides = ([example_size(n) for n in dims] for dims in (value.shape, value.stride()))
     if 0 in sizes:
         return False
     span = 1

@@ -1,8 +1,8 @@
-"""Views in a trace that functionalization would miss.
+"""Replace operators that return views without declaring it, which functionalization would miss.
 
-v.t_()                                  ──>  v = v.t()          what reads `v` later reads the view
-y = dropout(v, 0.1, False);  y.mul_(2)  ──>  y = alias(v);  …   dropout gives v itself, its schema a new tensor
-y, z = broadcast_tensors(v, w)          taken apart: its schema does not mark the views
+v.t_()                                  ──>  v = v.t()          later reads of `v` read the view
+y = dropout(v, 0.1, False);  y.mul_(2)  ──>  y = alias(v);  …   dropout returns v itself, its schema says a new tensor
+y, z = broadcast_tensors(v, w)          decomposed: its schema does not declare the views
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from onnxtrain.torch_compat.operators import OpOverload, schema_of
 aten = torch.ops.aten
 
 _ALIAS = aten.alias.default
-_MARKED: dict[OpOverload, OpOverload] = {
+_DECLARING_VIEWS: dict[OpOverload, OpOverload] = {
     aten.unsafe_chunk.default: aten.chunk.default,
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
 
 
-def mark_views(program: ExportedProgram) -> None:
-    """Let operators that give a view be ones whose schema says so."""
+def declare_views(program: ExportedProgram) -> None:
+    """Replace operators that return a view by operators whose schema declares it."""
     calls = list(_calls(program))
     for node, operator in calls:
         if torch.Tag.inplace_view in operator.tags:
-            node.target = _view(operator)
+            node.target = _out_of_place(operator)
     if any(schema_of(operator).is_mutable for _, operator in calls):
         for node, operator in calls:
-            node.target = _MARKED.get(operator, node.target)
-            if (same := _argument_itself(node)) is not None:
-                node.target, node.args, node.kwargs = _ALIAS, (same,), {}
+            node.target = _DECLARING_VIEWS.get(operator, node.target)
+            if (argument := _returned_argument(node)) is not None:
+                node.target, node.args, node.kwargs = _ALIAS, (argument,), {}
 
 
 def _calls(program: ExportedProgram) -> Iterator[tuple[Node, OpOverload]]:
@@ -47,10 +47,10 @@ def _calls(program: ExportedProgram) -> Iterator[tuple[Node, OpOverload]]:
                 yield node, node.target
 
 
-def is_unmarked_view(node: Node) -> bool:
-    """Whether a composite operator gives views that its schema does not mark.
+def is_undeclared_view(node: Node) -> bool:
+    """Whether a composite operator returns views that its schema does not declare.
 
-    Kept as one node, what forward writes to the view would not be written to its argument.
+    If it were kept as one node, a write to the view would not reach the argument.
     """
     target = node.target
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
@@ -60,10 +60,10 @@ def is_unmarked_view(node: Node) -> bool:
     return any(not storages_of(node).isdisjoint(storages_of(argument)) for argument in node.all_input_nodes)
 
 
-def _argument_itself(node: Node) -> Node | None:
-    """The argument that an operator gives back, though its schema says that it makes a tensor."""
+def _returned_argument(node: Node) -> Node | None:
+    """Return the argument that an operator returns, though its schema declares a new tensor; None if it does not."""
     result = node.meta.get("val")
-    if not isinstance(result, torch.Tensor) or not is_unmarked_view(node):
+    if not isinstance(result, torch.Tensor) or not is_undeclared_view(node):
         return None
     for argument in node.all_input_nodes:
         value = argument.meta.get("val")
@@ -72,10 +72,13 @@ def _argument_itself(node: Node) -> Node | None:
     return None
 
 
-def _view(operator: OpOverload) -> OpOverload:
-    """The operator that gives as a view what an in-place one makes of its tensor; itself where there is none."""
+def _out_of_place(operator: OpOverload) -> OpOverload:
+    """Return the view operator with the same arguments as an in-place one (`t` for `t_`), or `operator` itself."""
     packet = getattr(aten, schema_of(operator).name.removeprefix("aten::").removesuffix("_"), None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
-    takes = [(a.name, str(a.type)) for a in schema_of(operator).arguments]
-    same = (o for o in overloads if o.is_view and [(a.name, str(a.type)) for a in schema_of(o).arguments] == takes)
-    return next(same, operator)
+    signature = _signature(operator)
+    return next((o for o in overloads if o.is_view and _signature(o) == signature), operator)
+
+
+def _signature(operator: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in schema_of(operator).arguments]

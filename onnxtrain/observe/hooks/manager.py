@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.export.patches import capture_is_under_way
+from onnxtrain.capture.export.patches import is_capturing
 from onnxtrain.capture.refusals import runs_in_graph
 from onnxtrain.observe.hooks.subscriber import RuntimeStates, SubscriberBase
 from onnxtrain.torch_compat import pytree
@@ -129,13 +129,13 @@ class SubscriberManager:
                 leaves[position] = _EndOfStep.apply(leaf, self._run_ctx)  # type: ignore[no-untyped-call]  # PyTorch's
                 break
         else:
-            self._run_ctx.global_states.execution_step += not capture_is_under_way()
+            self._run_ctx.global_states.execution_step += not is_capturing()
         return pytree.tree_unflatten(leaves, structure)
 
 
 def is_computed(tensor: torch.Tensor) -> bool:
     """Whether the tensor has values: not during a capture."""
-    return not capture_is_under_way() and not is_fake(tensor)
+    return not is_capturing() and not is_fake(tensor)
 
 
 class _EndOfStep(torch.autograd.Function):

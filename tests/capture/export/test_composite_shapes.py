@@ -1,4 +1,4 @@
-"""Shapes that are not computed on fake tensors are those that PyTorch would compute."""
+"""The shape functions of composite operators return the shapes that PyTorch computes by decomposing them."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from onnxtrain import ORTModule
 from onnxtrain.capture.export import composite_shapes
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.patches import capturing
-from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.torch_compat.decompositions import composite_kernel
 
 Q, K = torch.randn(2, 3, 4, 6), torch.randn(2, 3, 5, 6)
@@ -26,11 +25,11 @@ def attention(q: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, k[..., :5], *rest, **kwargs)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _expanded(x: torch.Tensor) -> torch.Tensor:
     return x.unsqueeze(2).expand(-1, -1, 4, -1)
 
 
-# The call, its tensors (the first dimension of the first one is dynamic), and whether the shortcut is taken.
+# The call, its tensors (the first dimension of the first one is dynamic), and whether a shape function applies.
 CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor], bool]] = {
     "attention": (attention, [Q], True),
     "attention with a mask": (lambda q, m: attention(q, m, 0.1), [Q, torch.ones(1, 1, 4, 5).bool()], True),
@@ -41,7 +40,11 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor], bool]] =
     "attention whose mask has more dimensions": (attention, [Q, torch.ones(1, 1, 1, 4, 5).bool()], False),
     "causal attention with a mask": (lambda q, m: attention(q, m, is_causal=True), [Q, torch.ones(4, 5).bool()], False),
     "attention of two types": (lambda q: F.scaled_dot_product_attention(q, q.double(), q.double()), [Q], False),
-    "attention of other ranks": (lambda x: F.scaled_dot_product_attention(_rows(x), x, x), [K[0, [0] * 5]], False),
+    "attention of other ranks": (
+        lambda x: F.scaled_dot_product_attention(_expanded(x), x, x),
+        [K[0, [0] * 5]],
+        False,
+    ),
     "attention whose query broadcasts to the keys": (
         lambda k, q: F.scaled_dot_product_attention(q, k, k.new_zeros(1, 3, 5, 6)),
         [K, Q[:1]],
@@ -72,7 +75,7 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor], bool]] =
 }
 
 
-class Calls(nn.Module):
+class RecordsGradients(nn.Module):
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.call = call
@@ -85,7 +88,7 @@ class Calls(nn.Module):
 
 
 def export(call: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> tuple[Any, Any]:
-    module = Calls(call)
+    module = RecordsGradients(call)
     grads = module.__dict__["grads"] = []
     shapes = (({0: Dim.AUTO}, *(None for _ in tensors[1:])),)
     program = torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=False)
@@ -93,14 +96,25 @@ def export(call: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> tu
     return result, grads
 
 
+def _record_shortcuts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that each result of a shape function is added to."""
+    used: list[Any] = []
+    original = composite_shapes._new_result
+
+    def recording(*args: Any) -> torch.Tensor:
+        used.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(composite_shapes, "_new_result", recording)
+    return used
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_shapes_are_pytorchs(name: str, requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, tensors, shortcut = CALLS[name]
+def test_shapes_match_pytorch(name: str, requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, is_shortcut = CALLS[name]
     tensors = [t.clone().requires_grad_(requires_grad and t.is_floating_point()) for t in tensors]
-    used: list[Any] = []
-    original = composite_shapes._like
-    monkeypatch.setattr(composite_shapes, "_like", lambda *args: used.append(args) or original(*args))  # type: ignore[func-returns-value]
+    used = _record_shortcuts(monkeypatch)
     try:
         expected, grads = export(call, tensors)
     except (RuntimeError, torch._dynamo.exc.UserError):
@@ -112,40 +126,40 @@ def test_shapes_are_pytorchs(name: str, requires_grad: bool, monkeypatch: pytest
             export(call, tensors)
         return
     with capturing(), shape_shortcuts():
-        found, own_grads = export(call, tensors)
-    assert [str(s) for s in found.shape] == [str(s) for s in expected.shape]
-    assert (found.dtype, found.device, found.is_contiguous()) == (expected.dtype, expected.device, True)
-    assert own_grads == grads
-    assert bool(used) == shortcut
+        actual, actual_grads = export(call, tensors)
+    assert [str(s) for s in actual.shape] == [str(s) for s in expected.shape]
+    assert (actual.dtype, actual.device, actual.is_contiguous()) == (expected.dtype, expected.device, True)
+    assert actual_grads == grads
+    assert bool(used) == is_shortcut
 
 
-def test_shapes_that_do_not_fit_are_the_users_error() -> None:
+def test_shapes_that_do_not_match_raise() -> None:
     with capturing(), shape_shortcuts(), pytest.raises((RuntimeError, ValueError)):
         export(F.linear, [K, torch.randn(8, 5)])
 
 
-def test_nothing_is_left_behind() -> None:
+def test_kernels_are_restored_and_those_of_other_libraries_kept() -> None:
     linear = torch.ops.aten.linear.default
     ran: list[Any] = []
 
-    def with_record(original: Callable[..., Any]) -> Callable[..., Any]:
-        def others(*args: Any) -> Any:
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(*args: Any) -> Any:
             ran.append(args)
             return original(*args)
 
-        return others
+        return kernel
 
     def kernels() -> dict[Any, Any]:
         return {op: dict(op.py_kernels) for op in composite_shapes._SHORTCUTS}
 
     before = kernels()
-    assert torch._C.DispatchKey.CompositeImplicitAutograd not in before[linear]  # none is left by earlier captures
-    with composite_kernel(linear, with_record):  # as another library may have one
-        theirs = kernels()
+    assert torch._C.DispatchKey.CompositeImplicitAutograd not in before[linear]  # earlier captures have left none
+    with composite_kernel(linear, recording):  # as another library may register one
+        with_other_kernel = kernels()
         with capturing(), shape_shortcuts():
-            assert kernels() != theirs
+            assert kernels() != with_other_kernel
             export(F.linear, [K, W])
-        assert kernels() == theirs
+        assert kernels() == with_other_kernel
         assert not ran
         export(F.linear, [K, W])
         assert ran
@@ -156,9 +170,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_another_thread_takes_no_shortcut(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[Any] = []
-    original = composite_shapes._like
-    monkeypatch.setattr(composite_shapes, "_like", lambda *args: used.append(args) or original(*args))  # type: ignore[func-returns-value]
+    used = _record_shortcuts(monkeypatch)
     with shape_shortcuts():
         thread = threading.Thread(target=export, args=(F.linear, [K, W]))
         thread.start()
@@ -168,7 +180,7 @@ def test_another_thread_takes_no_shortcut(monkeypatch: pytest.MonkeyPatch) -> No
         assert used
 
 
-class Cross(nn.Module):
+class CrossAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
@@ -178,11 +190,11 @@ class Cross(nn.Module):
         return F.scaled_dot_product_attention(x[:, None], keys, keys)
 
 
-def test_what_a_shortcut_compares_is_no_decision_of_the_user() -> None:
-    """As decisions, they would make another capture for each pattern of equal lengths."""
-    model = Cross()
-    ours = ORTModule(model)
-    for batch, rows, columns in ((3, 4, 5), (2, 6, 6), (1, 1, 3), (2, 1, 1)):
-        x, context = torch.randn(batch, rows, 6), torch.randn(batch, columns, 6)
-        torch.testing.assert_close(ours(x, context), model(x, context))
-    assert engine_of(ours).captures == 1
+def test_comparisons_in_a_shape_function_add_no_guard() -> None:
+    """Guards would need another capture for each pattern of equal lengths."""
+    model = CrossAttention()
+    wrapped = ORTModule(model)
+    for batch, queries, keys in ((3, 4, 5), (2, 6, 6), (1, 1, 3), (2, 1, 1)):
+        x, context = torch.randn(batch, queries, 6), torch.randn(batch, keys, 6)
+        torch.testing.assert_close(wrapped(x, context), model(x, context))
+    assert wrapped.__dict__["_engine"].captures == 1

@@ -1,4 +1,4 @@
-"""What is exported without the work that nobody reads is what PyTorch exports."""
+"""An export with the tracing shortcuts is the program that PyTorch exports without them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.fx.proxy import TracerBase
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.export.patches import capturing
-from onnxtrain.capture.export.tracing_shortcuts import cheap_tracing
+from onnxtrain.capture.export.tracing_shortcuts import tracing_shortcuts
 
 
 class Sizes(nn.Module):
-    """Sizes that are computed, compared and put into tensors."""
+    """A module that computes with sizes, compares them and puts them into tensors."""
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         half = x.shape[1] // 2
@@ -35,20 +35,20 @@ class Sizes(nn.Module):
 
 
 class Layers(nn.Module):
-    """Convolutions with running statistics, attention, dropout and a recurrent layer."""
+    """A convolution, batch norm, attention, dropout and a recurrent layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pictures = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU())
+        self.convolutions = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU())
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
         self.lstm = nn.LSTM(8, 4, batch_first=True)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        h = self.pictures(x).flatten(2).transpose(1, 2)
+        h = self.convolutions(x).flatten(2).transpose(1, 2)
         h = self.encoder(h)
         h, _ = self.lstm(torch.where(mask.bool()[..., None], h, h.new_zeros(())))
-        found: Tensor = torch.nn.functional.gelu(h.mean(1)) ** 2
-        return found
+        y: Tensor = torch.nn.functional.gelu(h.mean(1)) ** 2
+        return y
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
@@ -59,71 +59,72 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 
 def export(name: str) -> ExportedProgram:
     make, inputs = CASES[name]
-    open_sizes = tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in inputs)
-    return torch.export.export(make(), inputs, dynamic_shapes=open_sizes, strict=False)
+    dynamic_shapes = tuple(dict.fromkeys(range(t.dim()), Dim.AUTO) for t in inputs)
+    return torch.export.export(make(), inputs, dynamic_shapes=dynamic_shapes, strict=False)
 
 
-def described(program: ExportedProgram) -> list[Any]:
-    places = {node: place for place, node in enumerate(program.graph.nodes)}
+def describe(program: ExportedProgram) -> list[Any]:
+    index_of = {node: index for index, node in enumerate(program.graph.nodes)}
     return [
-        (n.op, str(n.target), str(map_arg((n.args, n.kwargs), lambda m: f"%{places[m]}")), values(n)) for n in places
+        (n.op, str(n.target), str(map_arg((n.args, n.kwargs), lambda m: f"%{index_of[m]}")), values(n))
+        for n in index_of
     ]
 
 
-def computed(program: ExportedProgram) -> list[Any]:
+def tensor_nodes(program: ExportedProgram) -> list[Any]:
     return [(n.target, values(n)) for n in program.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
 
 
 def values(node: Node) -> list[Any]:
-    found = node.meta.get("val")
-    parts = found if isinstance(found, (tuple, list)) else [found]
+    value = node.meta.get("val")
+    parts = value if isinstance(value, (tuple, list)) else [value]
     return [(str(p.shape), strides(p), p.dtype) if isinstance(p, Tensor) else str(p) for p in parts]
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """As numbers: one stride may be written in several ways, of which Max(1, a * b) for a * b is one."""
+    """Return the strides of the example, because equal expressions may differ in form: Max(1, a * b) and a * b."""
     return [n if isinstance(n, int) else n.node.hint for n in tensor.stride()]
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("functional", [False, True])
-def test_the_program_is_pytorchs(name: str, functional: bool) -> None:
-    plain = export(name)
-    with capturing(), cheap_tracing():
-        cheap = export(name)
+def test_the_program_matches_pytorchs(name: str, functional: bool) -> None:
+    expected = export(name)
+    with capturing(), tracing_shortcuts():
+        actual = export(name)
         if functional:
-            cheap = cheap.run_decompositions({})
+            actual = actual.run_decompositions({})
     if functional:
-        plain = plain.run_decompositions({})
-    if functional:  # where sizes are computed differs
-        assert computed(cheap) == computed(plain)
+        expected = expected.run_decompositions({})
+    if functional:  # the nodes that compute sizes come at other positions
+        assert tensor_nodes(actual) == tensor_nodes(expected)
         return
-    assert described(cheap) == described(plain)
-    for symbol, values_of in plain.range_constraints.items():
-        assert cheap.range_constraints[symbol].lower <= values_of.lower  # PyTorch's own functions ask for more
-    pairs = zip(cheap.graph.nodes, plain.graph.nodes, strict=True)
-    calls = [(own, theirs) for own, theirs in pairs if own.op == "call_function"]
-    lines = [(source_location.of_node(n), source_location.of_node(p)) for n, p in calls]
-    assert [own for own, _ in lines] == [theirs for _, theirs in lines]
-    assert sum("test_tracing_shortcuts.py" in (own or "") for own, _ in lines) > 5
-    assert all((n.stack_trace or "").count("File ") < 2 for n, _ in calls)
+    assert describe(actual) == describe(expected)
+    for symbol, bounds in expected.range_constraints.items():
+        assert actual.range_constraints[symbol].lower <= bounds.lower  # PyTorch's own functions require more
+    pairs = zip(actual.graph.nodes, expected.graph.nodes, strict=True)
+    calls = [(a, e) for a, e in pairs if a.op == "call_function"]
+    lines = [(source_location.of_node(a), source_location.of_node(e)) for a, e in calls]
+    assert [a for a, _ in lines] == [e for _, e in lines]
+    assert sum("test_tracing_shortcuts.py" in (a or "") for a, _ in lines) > 5
+    assert all((a.stack_trace or "").count("File ") < 2 for a, _ in calls)
 
 
 def test_the_program_runs_on_other_sizes() -> None:
-    with capturing(), cheap_tracing():
+    with capturing(), tracing_shortcuts():
         program = export("sizes").module()
     for rows, steps in ((4, 7), (5, 12), (9, 3)):
         x, y = torch.randn(rows, steps), torch.randn(6, 5)
-        for found, expected in zip(program(x, y), Sizes()(x, y), strict=True):
-            torch.testing.assert_close(found, expected)
+        for actual, expected in zip(program(x, y), Sizes()(x, y), strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
-def test_a_size_becomes_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+def test_a_repeated_size_becomes_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: list[str] = []
     create_node = Graph.create_node
 
-    def noting(graph: Graph, op: str, target: Any, *args: Any, **kwargs: Any) -> Node:
-        made.append(str(getattr(target, "__name__", target)))
+    def recording(graph: Graph, op: str, target: Any, *args: Any, **kwargs: Any) -> Node:
+        targets.append(str(getattr(target, "__name__", target)))
         return create_node(graph, op, target, *args, **kwargs)
 
     class Repeated(nn.Module):
@@ -133,25 +134,25 @@ def test_a_size_becomes_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
                 y = y + x.new_full((x.shape[0] * 3 * 1,), 0.5)
             return y
 
-    monkeypatch.setattr(Graph, "create_node", noting)
+    monkeypatch.setattr(Graph, "create_node", recording)
     counts, programs = [], []
-    for shortcuts in (nullcontext(), cheap_tracing()):
-        made.clear()
+    for shortcuts in (nullcontext(), tracing_shortcuts()):
+        targets.clear()
         with capturing(), shortcuts:
             sizes = ({0: Dim.AUTO, 1: Dim.AUTO},)
             programs.append(torch.export.export(Repeated(), (torch.zeros(6, 3),), dynamic_shapes=sizes, strict=False))
-        counts.append(made.count("mul"))
-    assert described(programs[0]) == described(programs[1])
+        counts.append(targets.count("mul"))
+    assert describe(programs[0]) == describe(programs[1])
     assert counts[1] < counts[0] / 2
 
 
-def test_nothing_is_left_behind_and_other_threads_are_left_alone() -> None:
-    before = TracerBase.create_node, SymNode._mul, SymNode.wrap_int  # type: ignore[attr-defined]  # made at run time
+def test_patches_are_undone_and_do_not_affect_other_threads() -> None:
+    before = TracerBase.create_node, SymNode._mul, SymNode.wrap_int  # type: ignore[attr-defined]  # set at run time
     results: list[ExportedProgram] = []
-    with capturing(), cheap_tracing():
+    with capturing(), tracing_shortcuts():
         thread = threading.Thread(target=lambda: results.append(export("sizes")))
         thread.start()
         thread.join()
     assert (TracerBase.create_node, SymNode._mul, SymNode.wrap_int) == before  # type: ignore[attr-defined]
-    assert described(results[0]) == described(export("sizes"))
+    assert describe(results[0]) == describe(export("sizes"))
     assert any("\n" in (n.stack_trace or "") for n in results[0].graph.nodes)

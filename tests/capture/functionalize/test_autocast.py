@@ -1,4 +1,4 @@
-"""What autocast casts inside a composite operator, the graph casts too."""
+"""The graph applies autocast inside composite operators as eager does."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Layers(torch.nn.Module):
         return self.run(self, x)
 
 
-def plain_einsum(layers: Layers, x: torch.Tensor) -> torch.Tensor:
+def einsum_without_autocast(layers: Layers, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):
         return torch.einsum("bsh,bth->bst", x, x)
 
 
-def cast_einsum(layers: Layers, x: torch.Tensor) -> torch.Tensor:
+def einsum_with_autocast(layers: Layers, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return torch.einsum("bsh,bth->bst", x, x)
 
 
 def train(run: Any, module: Layers, x: torch.Tensor, autocast: bool) -> list[torch.Tensor]:
-    """The output, then the gradients of x and of the parameters."""
+    """Return the output, then the gradients of x and of the parameters."""
     module.zero_grad(set_to_none=True)
     x = x.detach().clone().requires_grad_()
     torch.manual_seed(5)
@@ -57,35 +57,37 @@ def train(run: Any, module: Layers, x: torch.Tensor, autocast: bool) -> list[tor
 def check(run: Callable[[Any, torch.Tensor], torch.Tensor], autocast: bool = True, captured: bool = True) -> None:
     torch.manual_seed(0)
     module = Layers(run)
-    ours = ORTModule(module, rng="torch")
+    wrapped = ORTModule(module, rng="torch")
     exact = Layers(run).double()
     exact.load_state_dict(module.state_dict())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in (3, 1, 4):
             x = torch.randn(batch, 5, WIDTH)
-            sides = train(ours, module, x, autocast), train(module, module, x, autocast)
-            for mine, theirs, right in zip(*sides, train(exact, exact, x.double(), False), strict=True):
-                assert_no_worse_than_eager("result", mine, theirs, right)
-    texts = [str(w.message) for w in caught if "runs in PyTorch" in str(w.message)]
-    assert len(texts) == (0 if captured else 1), texts
-    assert captured or "autocast" in texts[0]
+            results = train(wrapped, module, x, autocast)
+            eager = train(module, module, x, autocast)
+            references = train(exact, exact, x.double(), False)
+            for result, theirs, reference in zip(results, eager, references, strict=True):
+                assert_no_worse_than_eager("result", result, theirs, reference)
+    messages = [str(w.message) for w in caught if "runs in PyTorch" in str(w.message)]
+    assert len(messages) == (0 if captured else 1), messages
+    assert captured or "autocast" in messages[0]
 
 
-# Each gives bfloat16, or computes in it, only because of what it calls.
+# Autocast casts inside each of these composite operators, not before it.
 CAST_INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "einsum": lambda m, x: torch.einsum("bsh,bth->bst", x, x),
-    "einsum and what follows": lambda m, x: torch.einsum("bsh,bth->bst", x, m.linear(x)) @ x,
+    "einsum with a linear before and a matmul after": lambda m, x: torch.einsum("bsh,bth->bst", x, m.linear(x)) @ x,
     "tensordot": lambda m, x: torch.tensordot(x, m.linear.weight, 1) * x,
     "matrix power": lambda m, x: torch.linalg.matrix_power(m.linear.weight, 3) + x.sum(),
-    "product of several": lambda m, x: torch.linalg.multi_dot([x[0], x[0].t(), x[0]]),
+    "multi_dot": lambda m, x: torch.linalg.multi_dot([x[0], x[0].t(), x[0]]),
     "cell": lambda m, x: m.cell(x[:, 0], x[:, 1]),
     "rnn": lambda m, x: m.rnn(x)[0] * x,
     "lstm": lambda m, x: m.lstm(x)[0] * x,
     "lstm's states": lambda m, x: m.lstm(x)[1][1],
     "gru": lambda m, x: m.gru(x)[0] * x,
-    "in the parts of another": lambda m, x: torch.inner(x, x[0]),
-    "not cast": lambda m, x: F.layer_norm(m.linear(x), (WIDTH,)) + F.softmax(x, -1),
+    "inner, which calls another composite": lambda m, x: torch.inner(x, x[0]),
+    "composites without casts": lambda m, x: F.layer_norm(m.linear(x), (WIDTH,)) + F.softmax(x, -1),
 }
 
 
@@ -101,22 +103,23 @@ def test_without_autocast_nothing_is_cast(name: str) -> None:
     check(CAST_INSIDE[name], autocast=False)
 
 
-NOT_HELD: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "where forward switched it off": plain_einsum,
+UNSUPPORTED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a composite called by another": lambda m, x: torch.inner(x, x[0]),
+    "a composite where forward switches autocast off": einsum_without_autocast,
 }
 
 
-@pytest.mark.parametrize("name", NOT_HELD)
-def test_what_the_graph_cannot_cast_runs_in_pytorch(name: str) -> None:
-    check(NOT_HELD[name], captured=False)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_casts_that_the_graph_cannot_express_fall_back(name: str) -> None:
+    check(UNSUPPORTED[name], captured=False)
 
 
 def test_autocast_that_forward_switches_on() -> None:
-    check(cast_einsum, autocast=False, captured=False)
-    check(cast_einsum, autocast=True)
+    check(einsum_with_autocast, autocast=False, captured=False)
+    check(einsum_with_autocast, autocast=True)
 
 
-class Classified(torch.nn.Module):
+class Classifier(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(16, 5)
@@ -126,8 +129,8 @@ class Classified(torch.nn.Module):
 
 
 def test_a_loss_under_float16_autocast_may_be_scaled() -> None:
-    """Cross entropy computes in float32 there: 65536 times the loss, of GradScaler's first step, is no infinity."""
-    module, x, labels = Classified(), torch.randn(6, 16), torch.randint(0, 5, (6,))
+    """Autocast computes cross entropy in float32, where GradScaler's first scale of 65536 does not overflow."""
+    module, x, labels = Classifier(), torch.randn(6, 16), torch.randint(0, 5, (6,))
 
     def scaled(run: Any, dtype: torch.dtype) -> list[torch.Tensor]:
         module.to(dtype).zero_grad()
@@ -136,12 +139,12 @@ def test_a_loss_under_float16_autocast_may_be_scaled() -> None:
         (loss * 65536).backward()
         return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
 
-    exact, eager, got = (
+    exact, eager, results = (
         scaled(module, torch.float64),
         scaled(module, torch.float32),
         scaled(ORTModule(module), torch.float32),
     )
-    assert got[0].dtype == torch.float32
-    assert all(g.isfinite().all() for g in got)
-    for name, ours, theirs, right in zip(("loss", "weight", "bias"), got, eager, exact, strict=True):
-        assert_no_worse_than_eager(name, ours, theirs, right)
+    assert results[0].dtype == torch.float32
+    assert all(result.isfinite().all() for result in results)
+    for name, result, theirs, reference in zip(("loss", "weight", "bias"), results, eager, exact, strict=True):
+        assert_no_worse_than_eager(name, result, theirs, reference)

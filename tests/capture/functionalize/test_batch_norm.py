@@ -1,4 +1,4 @@
-"""Batch norms are captured without PyTorch's functionalization, and the graph is the one that it gives."""
+"""Batch norms are captured without PyTorch's functionalization, as the same graph."""
 
 import copy
 from collections.abc import Callable
@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.capture.functionalize.both_ways import BothWays
+from tests.capture.functionalize.compared_captures import ComparedCaptures
 
 
 class Function(nn.Module):
-    """A function of the input, a weight and three buffers."""
+    """A module that calls a function with itself and its input; it has a weight and three buffers."""
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def net(dims: int, norm: type[nn.Module] | None = None, **options: Any) -> nn.Mo
     return nn.Sequential(conv(3, 4, 3), norm(4, **options), nn.ReLU(inplace=True), conv(4, 4, 3), norm(4, **options))
 
 
-def pictures(dims: int, batch: int = 5) -> torch.Tensor:
+def images(dims: int, batch: int = 5) -> torch.Tensor:
     return torch.randn(batch, 3, *[9] * dims)
 
 
@@ -43,51 +43,51 @@ def partly_frozen() -> nn.Module:
     return model
 
 
-def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+def updated_twice(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = F.batch_norm(x, m.mean, m.var, m.w, None, True, 0.1)
     return F.batch_norm(y * 2, m.mean, m.var, None, None, True, 0.3) + m.mean
 
 
-def then_read(m: Any, x: torch.Tensor) -> torch.Tensor:
+def statistics_read_before_and_after(m: Any, x: torch.Tensor) -> torch.Tensor:
     before = m.mean * x
     y = F.batch_norm(x, m.mean, m.var, m.w, None, True, 0.1)
     return F.batch_norm(y, m.mean, m.var, None, None, False) + before
 
 
-def by_keywords(m: Any, x: torch.Tensor) -> torch.Tensor:
+def called_by_keywords(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.batch_norm(
         input=x, weight=m.w, bias=None, running_mean=m.mean, running_var=m.var, training=True, momentum=0.2, eps=1e-3,
         cudnn_enabled=False,
     )  # fmt: skip
 
 
-def of_own_statistics(m: Any, x: torch.Tensor) -> torch.Tensor:
+def statistics_computed_in_forward(m: Any, x: torch.Tensor) -> torch.Tensor:
     mean, var = m.mean.clone(), m.var.abs()
     return F.batch_norm(x, mean, var, m.w, None, True, 0.1) + mean + var
 
 
-def frozen_without_gradients(m: Any, x: torch.Tensor) -> torch.Tensor:
+def eval_mode_under_no_grad(m: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         y = F.batch_norm(x, m.mean, m.var, None, None, False)
     return y * m.w + x
 
 
-def updated_without_gradients(m: Any, x: torch.Tensor) -> torch.Tensor:
+def updated_under_no_grad(m: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         y = F.batch_norm(x, m.mean, m.var, None, None, True, 0.1)
     return y * m.w + x
 
 
-def statistics_are_rows(m: Any, x: torch.Tensor) -> torch.Tensor:
+def statistics_that_are_rows_of_a_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(x, m.both[0], m.both[1], m.w, None, True, 0.1) + m.both.sum()
 
 
-def statistics_are_read_through_a_view(m: Any, x: torch.Tensor) -> torch.Tensor:
+def statistics_read_through_an_older_view(m: Any, x: torch.Tensor) -> torch.Tensor:
     view = m.mean[:]
     return F.batch_norm(x, m.mean, m.var, m.w, None, True, 0.1) + view
 
 
-def written_over_with_a_view_left(m: Any, x: torch.Tensor) -> torch.Tensor:
+def result_written_while_a_view_is_used(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = F.batch_norm(x, m.mean, m.var, m.w, None, True, 0.1)
     first = y[:1]
     return y.relu_().sum() + first.sum()
@@ -100,64 +100,74 @@ def rows() -> torch.Tensor:
     return torch.randn(6, 4)
 
 
-PLAIN: list[Case] = [
-    *((f"{d}d", lambda d=d: net(d), lambda d=d: pictures(d)) for d in (1, 2, 3)),
-    *((f"{d}d in eval mode", lambda d=d: net(d).eval(), lambda d=d: pictures(d)) for d in (1, 2, 3)),
-    ("of no statistics", lambda: net(2, track_running_stats=False), lambda: pictures(2)),
-    ("of no weights", lambda: net(2, affine=False), lambda: pictures(2)),
-    ("of other numbers", lambda: net(2, momentum=0.3, eps=1e-3), lambda: pictures(2)),
-    ("of an average of all, in eval mode", lambda: net(2, momentum=None).eval(), lambda: pictures(2)),
-    ("partly frozen", partly_frozen, lambda: pictures(2)),
-    ("of one picture", lambda: net(2), lambda: pictures(2, 1)),
-    ("of rows", lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), rows),
-    ("of doubles", lambda: net(2).double(), lambda: pictures(2).double()),
+REWRITTEN: list[Case] = [
+    *((f"{d}d", lambda d=d: net(d), lambda d=d: images(d)) for d in (1, 2, 3)),
+    *((f"{d}d in eval mode", lambda d=d: net(d).eval(), lambda d=d: images(d)) for d in (1, 2, 3)),
+    ("without statistics", lambda: net(2, track_running_stats=False), lambda: images(2)),
+    ("without weights", lambda: net(2, affine=False), lambda: images(2)),
+    ("another momentum and eps", lambda: net(2, momentum=0.3, eps=1e-3), lambda: images(2)),
+    ("cumulative average, in eval mode", lambda: net(2, momentum=None).eval(), lambda: images(2)),
+    ("partly frozen", partly_frozen, lambda: images(2)),
+    ("one image", lambda: net(2), lambda: images(2, 1)),
+    ("1d of a matrix", lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), rows),
+    ("float64", lambda: net(2).double(), lambda: images(2).double()),
     (
-        "channels last",
+        "channels_last",
         lambda: net(2).to(memory_format=torch.channels_last),
-        lambda: pictures(2).contiguous(memory_format=torch.channels_last),
+        lambda: images(2).contiguous(memory_format=torch.channels_last),
     ),
-    ("over all processes", lambda: net(2, nn.SyncBatchNorm), lambda: pictures(2)),
-    *(
-        (call.__name__, lambda call=call: Function(call), rows)
-        for call in (twice, then_read, by_keywords, of_own_statistics, frozen_without_gradients)
-    ),
-]
-NOT_PLAIN: list[Case] = [
-    ("in half precision", lambda: net(2).bfloat16(), lambda: pictures(2).bfloat16()),
-    ("of no picture, in eval mode", lambda: net(2).eval(), lambda: pictures(2, 0)),
+    ("SyncBatchNorm", lambda: net(2, nn.SyncBatchNorm), lambda: images(2)),
     *(
         (call.__name__, lambda call=call: Function(call), rows)
         for call in (
-            updated_without_gradients,
-            statistics_are_rows,
-            statistics_are_read_through_a_view,
-            written_over_with_a_view_left,
+            updated_twice,
+            statistics_read_before_and_after,
+            called_by_keywords,
+            statistics_computed_in_forward,
+            eval_mode_under_no_grad,
+        )
+    ),
+]
+RETRACED: list[Case] = [
+    ("bfloat16", lambda: net(2).bfloat16(), lambda: images(2).bfloat16()),
+    ("empty batch, in eval mode", lambda: net(2).eval(), lambda: images(2, 0)),
+    *(
+        (call.__name__, lambda call=call: Function(call), rows)
+        for call in (
+            updated_under_no_grad,
+            statistics_that_are_rows_of_a_buffer,
+            statistics_read_through_an_older_view,
+            result_written_while_a_view_is_used,
         )
     ),
 ]
 
 
-WITHOUT_GRADIENTS = ("2d", "2d in eval mode", "then_read", "updated_without_gradients")
+TESTED_UNDER_NO_GRAD = ("2d", "2d in eval mode", "statistics_read_before_and_after", "updated_under_no_grad")
 
 
 @pytest.mark.parametrize(
     ("case", "gradients"),
-    [*((c, True) for c in (*PLAIN, *NOT_PLAIN)), *((c, False) for c in PLAIN + NOT_PLAIN if c[0] in WITHOUT_GRADIENTS)],
+    [
+        *((c, True) for c in (*REWRITTEN, *RETRACED)),
+        *((c, False) for c in REWRITTEN + RETRACED if c[0] in TESTED_UNDER_NO_GRAD),
+    ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
-def test_the_graph_is_that_of_pytorchs_functionalization(
+def test_the_graph_matches_pytorchs_functionalization(
     case: Case, gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, make, example = case
-    both = BothWays(monkeypatch)
+    captures = ComparedCaptures(monkeypatch)
     torch.manual_seed(0)
     model, x = make(), example()
     copies = [copy.deepcopy(model) for _ in range(2)]
     with torch.set_grad_enabled(gradients):
-        results = [both.calls(each, x, functionalized=way) for each, way in zip(copies, (False, True), strict=True)]
+        results = [captures.call_twice(copies[i], x, functionalize=i == 1) for i in range(2)]
         eager = [model(x), model(x)]
-    assert both.is_plain == (case in PLAIN or not gradients)  # without gradients there is no region for `no_grad`
-    assert both.graphs[0] == both.graphs[1]
+    # If gradients are off everywhere, torch.export makes no region for `no_grad`.
+    assert captures.is_retraced == (case in RETRACED and gradients)
+    assert captures.graphs[0] == captures.graphs[1]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     torch.testing.assert_close(results[0], eager)
     for (name, buffer), (_, other) in zip(copies[0].named_buffers(), copies[1].named_buffers(), strict=True):

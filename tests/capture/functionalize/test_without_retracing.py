@@ -1,6 +1,7 @@
-"""Exports that write to what forward made or to buffers, and regions without gradients, are not traced again."""
+"""Exports with writes to new tensors or buffers, and with no_grad regions, are functionalized without retracing."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from onnxtrain.errors import ORTModuleFallbackException
 
 
 def shifted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """As T5 shifts its labels."""
+    """Shift x as T5 shifts its labels."""
     y = x.new_zeros(x.shape)
     y[..., 1:] = (x * w)[..., :-1].clone()
     y[..., 0] = 3.0
@@ -37,7 +38,7 @@ def through_two_slices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y * y
 
 
-def raised(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def raised_to_powers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = x * w
     y.pow_(2)
     return y.add_(w.abs() + 1.0).pow_(w)
@@ -50,7 +51,7 @@ def read_before(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return before * y.detach()
 
 
-def in_a_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def in_a_no_grad_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale, other = (x * w).cos(), w.exp()
     return x * scale + w * other
@@ -69,7 +70,7 @@ def written_through_a_transposed_view(x: torch.Tensor, w: torch.Tensor) -> torch
     return y * w
 
 
-def written_in_a_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def written_in_a_no_grad_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = x * w
     with torch.no_grad():
         z = x.exp()
@@ -77,7 +78,7 @@ def written_in_a_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y * z
 
 
-def read_through_what_was_detached(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def read_through_a_detached_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = x * w
     z = y.detach()
     y.add_(2.0)
@@ -95,22 +96,28 @@ class Function(nn.Module):
         return self.call(x, self.w) * self.scale
 
 
-PLAIN = [shifted, written_twice, written_and_returned, through_two_slices, raised, read_before, in_a_region]
-NOT_PLAIN = [
+REWRITTEN = [
+    shifted,
+    written_twice,
+    written_and_returned,
+    through_two_slices,
+    raised_to_powers,
+    read_before,
+    in_a_no_grad_region,
+]
+RETRACED = [
     read_through_another_view,
     written_through_a_transposed_view,
-    written_in_a_region,
-    read_through_what_was_detached,
+    written_in_a_no_grad_region,
+    read_through_a_detached_view,
 ]
 
 
-@pytest.mark.parametrize("call", [*PLAIN, *NOT_PLAIN], ids=lambda call: call.__name__)
-def test_numbers_are_eagers_and_plain_writes_are_not_traced_again(
+@pytest.mark.parametrize("call", [*REWRITTEN, *RETRACED], ids=lambda call: call.__name__)
+def test_results_match_eager_and_simple_writes_are_not_traced_again(
     call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traced = []
-    functionalize = capture._functionalize
-    monkeypatch.setattr(capture, "_functionalize", lambda program: traced.append(1) or functionalize(program))  # type: ignore[func-returns-value]
+    retraced = record_retracing(monkeypatch)
     eager = Function(call)
     ours = ORTModule(Function(call), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
     for rows in (4, 7):  # one graph for both
@@ -123,21 +130,34 @@ def test_numbers_are_eagers_and_plain_writes_are_not_traced_again(
             result.backward(cotangent)
         torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(ours.get_parameter("w").grad, eager.w.grad, rtol=1e-13, atol=1e-13)
-    assert bool(traced) == (call in NOT_PLAIN)
+    assert bool(retraced) == (call in RETRACED)
 
 
-def moved(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+def record_retracing(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list of the programs that are functionalized by PyTorch from now on."""
+    programs: list[object] = []
+    functionalize = capture._functionalize
+
+    def recording(program: Any) -> Any:
+        programs.append(program)
+        return functionalize(program)
+
+    monkeypatch.setattr(capture, "_functionalize", recording)
+    return programs
+
+
+def moving_average(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
     m.a.mul_(0.9).add_(x.mean(0).detach(), alpha=0.1)
     return x * m.a
 
 
 def read_before_and_after(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
-    y = x * (m.a * 2)  # eager refuses a gradient through what is written later
+    y = x * (m.a * 2)  # of x * m.a, eager could not compute the gradient after the write
     m.a.add_(1.0)
     return y + m.a
 
 
-def rows_of_a_buffer(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+def slices_of_a_buffer(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
     m.a[1:].add_(x.detach().sum(0)[1:])
     m.a[0] = 3.0
     return x * m.a + m.a[1:].sum()
@@ -151,12 +171,12 @@ def counted_and_emptied(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
     return x * m.b + m.a
 
 
-def parts_of_one_memory(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+def buffers_that_share_memory(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
     m.left.add_(1.0)
     return x * m.left + m.right
 
 
-def an_older_view_is_read(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+def read_through_an_older_view(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
     row = m.a[1:]
     m.a.add_(1.0)
     return x * m.a + row.sum()
@@ -167,12 +187,12 @@ def written_through_detach(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
     return x * m.a
 
 
-def written_through_a_shape(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+def written_through_a_reshape(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
     m.a.view(5, 1).add_(1.0)
     return x * m.a
 
 
-def written_without_gradients(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
+def written_under_no_grad(m: "Buffers", x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         m.a.add_(x.sum(0))
     return x * m.a
@@ -199,24 +219,22 @@ class Buffers(nn.Module):
         return self.call(self, x * self.w)
 
 
-PLAIN_BUFFERS = [moved, read_before_and_after, rows_of_a_buffer, counted_and_emptied]
-OTHER_BUFFERS = [
-    parts_of_one_memory,
-    an_older_view_is_read,
+REWRITTEN_BUFFERS = [moving_average, read_before_and_after, slices_of_a_buffer, counted_and_emptied]
+RETRACED_BUFFERS = [
+    buffers_that_share_memory,
+    read_through_an_older_view,
     written_through_detach,
-    written_through_a_shape,
-    written_without_gradients,
+    written_through_a_reshape,
+    written_under_no_grad,
     returned,
 ]
 
 
-@pytest.mark.parametrize("call", [*PLAIN_BUFFERS, *OTHER_BUFFERS], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [*REWRITTEN_BUFFERS, *RETRACED_BUFFERS], ids=lambda call: call.__name__)
 def test_buffers_are_written_as_in_eager(call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = []
-    functionalize = capture._functionalize
-    monkeypatch.setattr(capture, "_functionalize", lambda program: traced.append(1) or functionalize(program))  # type: ignore[func-returns-value]
-    eager, own = Buffers(call), Buffers(call)
-    ours = ORTModule(own, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    retraced = record_retracing(monkeypatch)
+    eager, wrapped = Buffers(call), Buffers(call)
+    ours = ORTModule(wrapped, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
     for rows in (4, 7, 4):  # one graph for all
         x = torch.randn(rows, 5, dtype=torch.float64)
         xs = [x.clone().requires_grad_() for _ in range(2)]
@@ -227,9 +245,9 @@ def test_buffers_are_written_as_in_eager(call: Callable[..., torch.Tensor], monk
             (result[0] if isinstance(result, tuple) else result).backward(cotangent)
         torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=1e-13, atol=1e-13)
         for name, buffer in eager.named_buffers():
-            torch.testing.assert_close(own.get_buffer(name), buffer, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(own.w.grad, eager.w.grad, rtol=1e-13, atol=1e-13)
-    assert bool(traced) == (call in OTHER_BUFFERS)
+            torch.testing.assert_close(wrapped.get_buffer(name), buffer, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(wrapped.w.grad, eager.w.grad, rtol=1e-13, atol=1e-13)
+    assert bool(retraced) == (call in RETRACED_BUFFERS)
 
 
 def test_a_parameter_that_is_written_is_refused() -> None:
@@ -241,7 +259,7 @@ def test_a_parameter_that_is_written_is_refused() -> None:
         ORTModule(Buffers(written), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)(torch.randn(4, 5).double())
 
 
-def test_a_buffer_that_is_written_beside_a_batch_norm() -> None:
+def test_a_written_buffer_next_to_a_batch_norm() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -262,7 +280,7 @@ def test_a_buffer_that_is_written_beside_a_batch_norm() -> None:
 
 
 def test_a_functional_operator_without_symbolic_sizes_is_left_to_pytorch() -> None:
-    """`addcmul` of a 0-dimensional tensor takes concrete sizes only."""
+    """`addcmul` of a 0-dimensional tensor takes only concrete sizes."""
 
     class Adds(nn.Module):
         def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
