@@ -27,11 +27,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from onnxtrain.capture import source_location
 from onnxtrain.capture.convert.convert import convert
 from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
-from onnxtrain.capture.effects.escaped_tensors import FakesMade
+from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
 from onnxtrain.capture.effects.layout_changes import Layouts
 from onnxtrain.capture.effects.outside_changes import OutsideChanges
 from onnxtrain.capture.effects.outside_tensors import OutsideTensors
-from onnxtrain.capture.effects.random_generators import left_alone
+from onnxtrain.capture.effects.random_generators import refuse_other_generators
 from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
 from onnxtrain.capture.effects.written_views import WrittenView, written_views
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
@@ -153,7 +153,7 @@ class _Wrapper(torch.nn.Module):
         self.__dict__["elements"] = elements
         self.__dict__["_side_effects"] = side_effects
         self.__dict__["_call_forward"] = call_forward or module
-        self.fakes = FakesMade()
+        self.fakes = CreatedFakes()
         self.module = module
         self.structure = structure
         self.output = _OutputHolder()
@@ -189,7 +189,7 @@ class _Wrapper(torch.nn.Module):
                 todo="the module runs in PyTorch; let forward copy the container before it changes it",
             )
         del args, kwargs
-        self.fakes.note([*leaves, *tensors])
+        self.fakes.record_held([*leaves, *tensors])
         results: list[Any] = leaves
         return results
 
@@ -252,8 +252,8 @@ def _first_valid_capture(
 def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool) -> Captured:
     module, structure = wrapper.module, wrapper.structure
     outside = OutsideTensors()
-    with capturing(), left_alone(module), plain_four_bit_weights(module) as parts:
-        with attribute_reads() as reads, outside.noted():
+    with capturing(), refuse_other_generators(module), plain_four_bit_weights(module) as parts:
+        with attribute_reads() as reads, outside.recording():
             program = _export(wrapper, decisions)
             while wrapper.elements.is_undecided:
                 wrapper.elements.decide(program)
@@ -282,7 +282,7 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
             targets = [mutation.target for mutation in captured.mutations]
             views = written_views(traced, program, targets, captured.model.graph.inputs)
             captured = replace(captured, written_views=tuple(views))
-    return replace(captured, reads=frozenset(reads), constants=(*captured.constants, *outside.read))
+    return replace(captured, reads=frozenset(reads), constants=(*captured.constants, *outside.constants))
 
 
 def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:
@@ -302,7 +302,7 @@ def _export(wrapper: _Wrapper, decisions: SizeDecisions) -> ExportedProgram:
             decisions.recording(),
             tracing_shortcuts(),
             shape_shortcuts(),
-            wrapper.fakes.noted(),
+            wrapper.fakes.recording(),
             recording_grad_mode(),
             logged_as_info(),
             printed_as_info(),
@@ -493,7 +493,7 @@ def _constant_source(
     module: torch.nn.Module, target: str, tensor: torch.Tensor, outside: OutsideTensors
 ) -> Source | None:
     """Return the origin of a constant of the export; None if the graph has to embed it."""
-    if _is_attribute(module, target) and not outside.is_held(tensor):
+    if _is_attribute(module, target) and not outside.is_constant(tensor):
         return Source("attribute", target.removeprefix(_PREFIX))
     refuse_outside_tensor(tensor)
     name = outside.name(tensor)

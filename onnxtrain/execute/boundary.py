@@ -205,7 +205,7 @@ class Unit:
         rebuilt = [self._as_view(i, r, tensors) if self.views[i] else r for i, r in enumerate(results)]
         bindings = bind_symbols(self._inputs, tensors) if self.written_views else {}
         for view in self.written_views:
-            rebuilt[view.result] = view.rebuilt(rebuilt[view.result], tensors[view.target], bindings)
+            rebuilt[view.result] = view.rebuild(rebuilt[view.result], tensors[view.target], bindings)
         return rebuilt
 
     def _as_view(self, index: int, result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -47,7 +47,7 @@ DOCUMENTED = (
         r"\.(t|squeeze|unsqueeze|transpose|swapaxes)_\(",
         "the shape of an argument changes in place",
     ),
-    ("takes the gradient of its argument away", r"\.detach_\(", "an argument is detached in place"),
+    ("detaches its argument in place", r"\.detach_\(", "an argument is detached in place"),
     (
         "writes a value that has a gradient into a buffer or an input",
         "_\\(|\\] [-+*/]?= |[-+*/]= |inplace=True",

@@ -1,1 +1,1 @@
-"""Effects of forward besides its results: made part of the graph, or refused."""
+"""Make effects of forward besides its results part of the graph, or refuse them."""

@@ -16,10 +16,10 @@ from onnxtrain.errors import ChangedParameterError
 from onnxtrain.torch_compat.tensors import storage_id
 
 
-class _Assigned(NamedTuple):
-    """`holder[name]` was `before`."""
+class _Assignment(NamedTuple):
+    """An assignment that replaced `before` by `after` in `buffers[name]`; `path` is the name from the whole module."""
 
-    holder: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor | None]
     name: str
     path: str
     before: torch.Tensor | None
@@ -36,7 +36,7 @@ class AssignedBuffers:
         self._before = [(path, inner, dict(inner._buffers)) for path, inner in module.named_modules()]
 
     def write(self, results: Iterable[object]) -> None:
-        """Copy each assigned tensor into the buffer that it replaced, and put that back.
+        """Copy each assigned tensor into the buffer that it replaced, and restore the buffer.
 
         Args:
             results: what forward returns.
@@ -46,39 +46,40 @@ class AssignedBuffers:
                 returns an assigned tensor: in eager PyTorch the caller's writes to the result change the buffer.
         """
         assignments = [
-            _Assigned(module._buffers, name, f"{path}.{name}" if path else name, before.get(name), after)
+            _Assignment(module._buffers, name, f"{path}.{name}" if path else name, before.get(name), after)
             for path, module, before in self._before
             for name, after in {**dict.fromkeys(before), **module._buffers}.items()
             if after is not before.get(name)
         ]
         returned = {storage_id(result) for result in results if isinstance(result, torch.Tensor)}
-        for assigned in assignments:
-            _check(assigned)
-            if assigned.after is not None and storage_id(assigned.after) in returned:
+        for assignment in assignments:
+            _check(assignment)
+            if assignment.after is not None and storage_id(assignment.after) in returned:
                 raise ChangedParameterError(
                     "forward assigns a tensor to a buffer and returns it: the result and the buffer share memory",
-                    where=assigned.path,
+                    where=assignment.path,
                     todo="the module runs in PyTorch; return a clone of the buffer",
                 )
         values = [a.after.clone() for a in assignments if a.after is not None]  # forward may swap two buffers
-        for assigned, value in zip(assignments, values, strict=True):
-            assert assigned.before is not None
-            assigned.before.copy_(value)
-            assigned.holder[assigned.name] = assigned.before
+        for assignment, value in zip(assignments, values, strict=True):
+            assert assignment.before is not None
+            assignment.before.copy_(value)
+            assignment.buffers[assignment.name] = assignment.before
 
 
-def _check(assigned: _Assigned) -> None:
-    kinds = [_kind(value) for value in (assigned.before, assigned.after)]
-    if kinds[0] != kinds[1] or assigned.after is None or assigned.after.requires_grad:
+def _check(assignment: _Assignment) -> None:
+    after = assignment.after
+    expected, got = _describe(assignment.before), _describe(after)
+    if expected != got or after is None or after.requires_grad:
         raise ChangedParameterError(
-            "forward assigns to a buffer what its memory cannot hold",
-            where=assigned.path,
-            expected=kinds[0],
-            got=kinds[1] + (" with a gradient" if assigned.after is not None and assigned.after.requires_grad else ""),
-            todo="the module runs in PyTorch; keep the buffer's shape and type, and detach what is assigned",
+            "forward replaces a buffer by a tensor of another shape, dtype or device, or by one with a gradient",
+            where=assignment.path,
+            expected=expected,
+            got=got + (" with a gradient" if after is not None and after.requires_grad else ""),
+            todo="the module runs in PyTorch; keep the buffer's shape and dtype, and detach the assigned tensor",
         )
 
 
-def _kind(value: torch.Tensor | None) -> str:
-    """Dtype, shape and device. A symbolic dimension never equals one of the buffer, which are fixed."""
-    return "none" if value is None else f"{value.dtype}{list(value.shape)} on {value.device}"
+def _describe(value: torch.Tensor | None) -> str:
+    """Return dtype, shape and device. A symbolic dimension never equals a dimension of the buffer, which are static."""
+    return "None" if value is None else f"{value.dtype}{list(value.shape)} on {value.device}"

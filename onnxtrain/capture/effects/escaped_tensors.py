@@ -1,8 +1,8 @@
 """Refuse a forward that stores a tensor outside the module: in a global list, in another object.
 
 A graph would not store it on later steps, and a capture would store a fake tensor. The fake tensors that forward
-creates are recorded by weak reference. One escaped if something other than the results and the tracer holds it when
-forward returns, and still holds it when the export is over.
+creates are recorded by weak reference. A tensor has escaped if an object other than the results and the tracer refers
+to it when forward returns, and still does when the export is over.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from onnxtrain.torch_compat.pytree import tree_leaves
 from onnxtrain.torch_compat.tensors import use_count
 
 
-class FakesMade:
+class CreatedFakes:
     """The fake tensors that forward creates, by weak references: they are freed as in eager."""
 
     def __init__(self) -> None:
-        self._made: list[weakref.ref[FakeTensor]] = []
+        self._created: list[weakref.ref[FakeTensor]] = []
         self._held: list[tuple[weakref.ref[FakeTensor], str | None]] = []
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record the fake tensors that this thread creates."""
         owner = threading.get_ident()
 
-        def noting(original: Callable[..., FakeTensor]) -> Any:
-            def make(cls: Any, *args: Any, **kwargs: Any) -> FakeTensor:
+        def recording(original: Callable[..., FakeTensor]) -> Any:
+            def create(cls: Any, *args: Any, **kwargs: Any) -> FakeTensor:
                 tensor = original(cls, *args, **kwargs)
                 if threading.get_ident() == owner:
-                    self._made.append(weakref.ref(tensor))
+                    self._created.append(weakref.ref(tensor))
                 return tensor
 
-            return staticmethod(make)
+            return staticmethod(create)
 
-        with NEW_FAKE_TENSOR.wrapped(noting):
+        with NEW_FAKE_TENSOR.wrapped(recording):
             yield
 
     def begin(self) -> None:
         """Start over: forward is about to run."""
-        self._made.clear()
+        self._created.clear()
 
-    def note(self, results: Sequence[Any]) -> None:
-        """Record which tensors besides the results are held when forward has returned; autograd frees its own later."""
-        self._held = [(weakref.ref(tensor), _line(tensor)) for tensor in self._left(results)]
+    def record_held(self, results: Sequence[Any]) -> None:
+        """Record the tensors, besides the results, that are alive when forward returns; autograd frees its own later."""
+        self._held = [(weakref.ref(tensor), _location(tensor)) for tensor in self._held_elsewhere(results)]
 
     def check(self, module: torch.nn.Module) -> None:
-        """Check, after the export, that no recorded tensor is still held, and remove one that is from its holders.
+        """Check after the export that no held tensor is still referred to; if one is, remove it from its holders.
 
         Raises:
             CaptureError: forward stored a tensor outside the module.
@@ -71,41 +71,40 @@ class FakesMade:
         if not any(ref() is not None for ref, _ in self._held):
             return
         gc.collect()  # graphs hold their nodes in cycles
-        left = [(ref(), line) for ref, line in self._held]
-        if all(tensor is None for tensor, _ in left):
+        remaining = [(ref(), location) for ref, location in self._held]
+        if all(tensor is None for tensor, _ in remaining):
             return
-        with _frozen_objects_too():
-            for tensor, line in left:
-                holders = [] if tensor is None else _holders(tensor, frozenset({id(left)}))
+        with _frozen_objects_visible():
+            for tensor, location in remaining:
+                holders = [] if tensor is None else _holders(tensor, frozenset({id(remaining)}))
                 if tensor is None or not holders:
                     continue
                 kind = type(holders[0]).__name__
-                _take_away(tensor, frozenset({id(left), id(holders)}))
+                _remove_from_holders(tensor, frozenset({id(remaining), id(holders)}))
                 raise CaptureError(
-                    f"forward keeps a tensor after its call, in a {kind} outside the module, "
-                    "which a graph would not do",
-                    where=line or type(module).__name__,
+                    f"forward stores a tensor in a {kind} outside the module, which a graph would not repeat",
+                    where=location or type(module).__name__,
                     got=f"shape {tuple(map(str, tensor.shape))}",
-                    todo="the module runs in PyTorch; let forward return the tensor, and keep it there",
+                    todo="the module runs in PyTorch; let forward return the tensor, and store it outside of forward",
                 )
 
-    def _left(self, results: Sequence[Any]) -> list[FakeTensor]:
-        """The recorded tensors that are alive and are neither results nor held by the capture."""
+    def _held_elsewhere(self, results: Sequence[Any]) -> list[FakeTensor]:
+        """Return the created tensors that are alive, no results and not held by the capture."""
         mode = get_proxy_mode()
         assert mode is not None, "forward runs under the tracer"
-        known = {id(leaf) for leaf in (*results, *FunctionCalls.watched())}
+        expected = {id(leaf) for leaf in (*results, *FunctionCalls.watched())}
         for node in mode.tracer.graph.nodes:
-            known.update(map(id, tree_leaves(node.meta.get("val"))))
-            node.meta.pop("eager_input_vals", None)  # what a custom operator was called with, for Inductor
-        alive = [tensor for ref in self._made if (tensor := ref()) is not None and id(tensor) not in known]
-        tensor = None  # no name here holds the last one
-        mine = next(_references(value) for value in [object()])
-        return [tensor for tensor in alive if _references(tensor) - _is_in_autograd(tensor) > mine]
+            expected.update(map(id, tree_leaves(node.meta.get("val"))))
+            node.meta.pop("eager_input_vals", None)  # arguments of a custom operator, which only Inductor reads
+        alive = [tensor for ref in self._created if (tensor := ref()) is not None and id(tensor) not in expected]
+        tensor = None  # this name would hold the last one
+        own_references = next(_references(value) for value in [object()])
+        return [tensor for tensor in alive if _references(tensor) - _is_in_autograd(tensor) > own_references]
 
 
 @contextmanager
-def _frozen_objects_too() -> Iterator[None]:
-    """Let gc.get_referrers see what the program froze (gc.freeze); all that is alive is frozen afterwards."""
+def _frozen_objects_visible() -> Iterator[None]:
+    """Let gc.get_referrers see objects that the program froze by gc.freeze; afterwards all live objects are frozen."""
     if not gc.get_freeze_count():
         yield
         return
@@ -121,22 +120,26 @@ def _references(value: Any) -> int:
 
 
 def _is_in_autograd(tensor: FakeTensor) -> bool:
-    """Whether C++ holds a tensor: that counts as one reference."""
+    """Whether C++ refers to a tensor, which counts as one reference."""
     return use_count(tensor) > 1
 
 
 def _holders(value: Any, own: frozenset[int]) -> list[Any]:
-    """The referrers of a value that the user may have stored it in.
+    """Return the referrers of a value that the user's code may have stored it in.
 
-    Skips the lists of this search, whose ids are `own`. A tuple counts if the user may have stored it in turn; the
-    argument tuples of running calls do not. This function must not close over the value: the cell would be a referrer.
+    A tuple counts only if it has such a referrer itself, unlike the argument tuples of running calls. This function
+    must not close over the value: the closure's cell would be a referrer.
+
+    Args:
+        value: the value.
+        own: ids of the lists of this search, which are skipped.
     """
     referrers = gc.get_referrers(value)
     own |= {id(referrers)}
-    return [h for h in referrers if id(h) not in own and _may_be_the_users(h, own)]
+    return [h for h in referrers if id(h) not in own and _may_belong_to_user(h, own)]
 
 
-def _may_be_the_users(holder: Any, own: frozenset[int]) -> bool:
+def _may_belong_to_user(holder: Any, own: frozenset[int]) -> bool:
     if isinstance(holder, (types.FrameType, immutable_list, immutable_dict)):
         return False
     if isinstance(holder, tuple):
@@ -144,31 +147,31 @@ def _may_be_the_users(holder: Any, own: frozenset[int]) -> bool:
     return isinstance(holder, (list, dict, set, deque, types.CellType)) or hasattr(holder, "__dict__")
 
 
-def _take_away(value: Any, own: frozenset[int]) -> None:
-    """Remove a value from what the user stored it in. This function must not close over it either."""
+def _remove_from_holders(value: Any, own: frozenset[int]) -> None:
+    """Remove a value from the objects that the user stored it in. This function must not close over it either."""
     holders = _holders(value, own)
     for holder in holders:
         if isinstance(holder, tuple):
-            _take_away(holder, own | {id(holders)})
+            _remove_from_holders(holder, own | {id(holders)})
         elif isinstance(holder, list):
-            holder[:] = _others(holder, value)
+            holder[:] = _without(holder, value)
         elif isinstance(holder, (set, deque)):
             holder.remove(value)
         elif isinstance(holder, types.CellType):
             del holder.cell_contents
         else:
             attributes = holder if isinstance(holder, dict) else vars(holder)
-            kept = {id(item) for item in _others(attributes.values(), value)}
+            kept = {id(item) for item in _without(attributes.values(), value)}
             for name in [name for name, item in attributes.items() if id(item) not in kept]:
                 del attributes[name]
 
 
-def _others(items: Iterable[Any], value: Any) -> list[Any]:
+def _without(items: Iterable[Any], value: Any) -> list[Any]:
     return [item for item in items if item is not value]
 
 
-def _line(tensor: FakeTensor) -> str | None:
-    """The source location that created a tensor."""
+def _location(tensor: FakeTensor) -> str | None:
+    """Return the source location that created a tensor."""
     mode = get_proxy_mode()
     proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
     return None if proxy is None else source_location.of_trace(proxy.node.stack_trace)

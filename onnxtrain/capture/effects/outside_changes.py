@@ -1,8 +1,8 @@
-"""Refuse in-place changes of tensors from outside the module, and undo what a trace changed.
+"""Refuse in-place changes of tensors from outside the module, and undo the changes that tracing made.
 
-    TABLE.add_(1)        tracing runs this on the global tensor itself, because nothing in it depends on an input
+    TABLE.add_(1)        tracing runs this on the global tensor itself, because it does not depend on an input
 
-Such a forward runs in PyTorch, which makes the change itself.
+Such a forward runs in PyTorch, which then makes the change.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.modes import is_transformed
 from onnxtrain.torch_compat.pytree import tree_leaves
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_REAL_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class OutsideChanges(TorchFunctionMode):
-    """Restores the real tensors that are changed while it is entered.
+    """Restore the real tensors that are changed in place inside this context.
 
     Raises:
-        CaptureError: on exit, there are any.
+        CaptureError: on exit, if a tensor was changed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor, int, str | None]] = {}
-        # Real tensors that the trace makes, as the trial run of a custom function does.
-        self._own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        # Real tensors created inside the context, for example by the trial run of a custom function.
+        self._created: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _may_change(function, kwargs):
-            for leaf in _plain_tensors(args, kwargs):
-                if id(leaf) not in self._before and not self._is_own(leaf):
+        if _may_mutate(function, kwargs):
+            for leaf in _real_tensors(args, kwargs):
+                if id(leaf) not in self._before and not self._is_created(leaf):
                     line = source_location.of_trace(source_location.stack_trace(sys._getframe(1)))
                     self._before[id(leaf)] = leaf, _copy(leaf), leaf._version, line
         result = function(*args, **kwargs)
-        if type(result) in _PLAIN and all(map(self._is_own, _plain_tensors(args, kwargs))):
-            self._own[id(result)] = result
+        if type(result) in _REAL_TYPES and all(map(self._is_created, _real_tensors(args, kwargs))):
+            self._created[id(result)] = result
         return result
 
-    def _is_own(self, tensor: torch.Tensor) -> bool:
-        return self._own.get(id(tensor)) is tensor
+    def _is_created(self, tensor: torch.Tensor) -> bool:
+        return self._created.get(id(tensor)) is tensor
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -72,11 +72,11 @@ class OutsideChanges(TorchFunctionMode):
             )
 
 
-def _plain_tensors(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in _PLAIN and not is_transformed(leaf)]
+def _real_tensors(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in _REAL_TYPES and not is_transformed(leaf)]
 
 
-def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+def _may_mutate(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     name = getattr(function, "__name__", "").partition(".")[0]
     if name.endswith("_") and not name.endswith("__"):
         return True
@@ -84,6 +84,6 @@ def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A real copy: another thread has none of the modes of the trace."""
+    """Copy a tensor on another thread, where the trace's modes are not active."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: tensor.detach().clone()).result()

@@ -1,6 +1,7 @@
-"""Refuse a forward that samples from a generator that a graph cannot sample from: the first sample would be repeated.
+"""Refuse a forward that samples from a generator that a graph cannot sample from.
 
-Samples of Python and numpy (`random.random() < self.layerdrop`) are constants to torch.export.
+torch.export makes samples of Python and numpy (`random.random() < self.layerdrop`) constants, which would be repeated
+at every step.
 """
 
 from __future__ import annotations
@@ -22,51 +23,52 @@ from onnxtrain.errors import CaptureError
 @dataclass(frozen=True)
 class _Generator:
     name: str
-    state: Callable[[], Any]
-    restore: Callable[[Any], Any]
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
 
 
 @contextmanager
-def left_alone(module: torch.nn.Module) -> Iterator[None]:
-    """Restore the generators that forward advances while `module` is captured.
+def refuse_other_generators(module: torch.nn.Module) -> Iterator[None]:
+    """Restore the generators that forward advances while `module` is captured, and refuse such a forward.
 
-    A sample that another thread takes meanwhile counts as forward's: nothing tells them apart.
+    A sample that another thread takes at the same time counts as forward's.
 
     Raises:
-        CaptureError: forward advanced one.
+        CaptureError: forward advanced a generator of Python or numpy, or one that is an attribute of a submodule.
     """
-    before = [(generator, pickle.dumps(generator.state())) for generator in _generators(module)]
-    changed: list[str] = []
+    before = [(generator, pickle.dumps(generator.get_state())) for generator in _generators(module)]
+    advanced: list[str] = []
     try:
         yield
     finally:
         for generator, state in before:
-            if pickle.dumps(generator.state()) != state:
-                generator.restore(pickle.loads(state))  # written above
-                changed.append(generator.name)
-    if changed:
+            if pickle.dumps(generator.get_state()) != state:
+                generator.set_state(pickle.loads(state))  # pickled above
+                advanced.append(generator.name)
+    if advanced:
         raise CaptureError(
-            "forward draws random numbers that a graph would repeat at every step",
+            "forward samples from a random generator outside the graph, whose sample the graph would repeat",
             where=type(module).__name__,
-            got=", ".join(changed),
-            todo="the module runs in PyTorch; draw with PyTorch's own functions, as torch.rand, to have it captured",
+            expected="samples from PyTorch's default generator",
+            got=f"samples from {', '.join(advanced)}",
+            todo="the module runs in PyTorch; sample by PyTorch's functions, such as torch.rand, without a generator",
         )
 
 
 def _generators(module: torch.nn.Module) -> Iterator[_Generator]:
-    """The global ones, and those that are attributes of submodules."""
+    """Yield the global generators of Python and numpy, and those that are attributes of submodules."""
     yield _Generator("Python's random", random.getstate, random.setstate)
     yield _Generator("numpy.random", np.random.get_state, np.random.set_state)
     for path, submodule in module.named_modules():
         for name, value in vars(submodule).items():
-            where = f"{path}.{name}" if path else name
+            attribute = f"{path}.{name}" if path else name
             match value:
                 case random.Random():
-                    yield _Generator(where, value.getstate, value.setstate)
+                    yield _Generator(attribute, value.getstate, value.setstate)
                 case np.random.RandomState():
-                    yield _Generator(where, value.get_state, value.set_state)
+                    yield _Generator(attribute, value.get_state, value.set_state)
                 case np.random.Generator():
                     bits = value.bit_generator
-                    yield _Generator(where, partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+                    yield _Generator(attribute, partial(getattr, bits, "state"), partial(setattr, bits, "state"))
                 case torch.Generator():
-                    yield _Generator(where, value.get_state, value.set_state)
+                    yield _Generator(attribute, value.get_state, value.set_state)

@@ -1,4 +1,4 @@
-"""Buffers that forward assigns have their new values, as in eager PyTorch, or the module runs in PyTorch."""
+"""Buffers that forward assigns get their new values as in eager, or the module falls back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class Inner(nn.Module):
-    """Has two buffers and a weight; forward is that of the test."""
+    """A module with a weight and two buffers, whose forward is the test's."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
@@ -56,89 +56,96 @@ def swaps_alone(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x + m.a
 
 
-def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+def assigns_twice(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = m.a + 1
     m.a = m.a * x.detach().sum(0)
     return x + m.a
 
 
-def beside_writes(m: Any, x: torch.Tensor) -> torch.Tensor:
+def assigns_and_writes(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.b.add_(1)
     m.a = m.b * 2
     m.b.mul_(3)
     return x + m.a - m.b
 
 
-def returns_it(m: Any, x: torch.Tensor) -> torch.Tensor:
+def returns_the_assigned_value(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = x.detach().sum(0)
     return x.sum(0) + m.a
 
 
-@pytest.mark.parametrize("wrap", [Inner, outer], ids=["itself", "inside"])
+@pytest.mark.parametrize("wrap", [Inner, outer], ids=["module", "submodule"])
 @pytest.mark.parametrize(
     "forward",
-    [adds, reads_then_adds, swaps, swaps_alone, twice, beside_writes, returns_it],
+    [adds, reads_then_adds, swaps, swaps_alone, assigns_twice, assigns_and_writes, returns_the_assigned_value],
     ids=lambda f: f.__name__,
 )
-def test_as_in_eager(forward: Forward, wrap: Callable[[Forward], nn.Module]) -> None:
+def test_results_gradients_and_buffers_match_eager(forward: Forward, wrap: Callable[[Forward], nn.Module]) -> None:
     torch.manual_seed(0)
     eager = wrap(forward)
     ours = copy.deepcopy(eager)
     module = ORTModule(ours, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
     for size in (4, 4, 7):
         x = torch.randn(size, 5)
-        expected, got = eager(x), module(x)
-        torch.testing.assert_close(got, expected)
+        expected, actual = eager(x), module(x)
+        torch.testing.assert_close(actual, expected)
         expected.sum().backward()
-        got.sum().backward()
-        for (name, mine), (_, theirs) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
-            torch.testing.assert_close(mine, theirs, msg=name)
-    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+        actual.sum().backward()
+        for (name, actual), (_, expected) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
+            torch.testing.assert_close(actual, expected, msg=name)
+    for actual, expected in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)
 
 
-def grows(m: Any, x: torch.Tensor) -> torch.Tensor:
+def changes_the_shape(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = torch.cat([m.a, m.a[:1]])
     return x + m.a[:5]
 
 
-def takes_the_size_of_x(m: Any, x: torch.Tensor) -> torch.Tensor:
+def assigns_a_dynamic_shape(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = x.detach()[:, 0]
     return x
 
 
-def widens(m: Any, x: torch.Tensor) -> torch.Tensor:
+def changes_the_dtype(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = m.a.double()
     return x + m.a.float()
 
 
-def comes(m: Any, x: torch.Tensor) -> torch.Tensor:
+def adds_a_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.nothing = x.detach().sum(0)
     return x + m.nothing
 
 
-def goes(m: Any, x: torch.Tensor) -> torch.Tensor:
+def removes_a_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = None
     return x
 
 
-def keeps_its_gradient(m: Any, x: torch.Tensor) -> torch.Tensor:
+def assigns_a_value_with_a_gradient(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = x.sum(0)
     return x + m.a
 
 
-REFUSED = [grows, takes_the_size_of_x, widens, comes, goes, keeps_its_gradient]
+REFUSED = [
+    changes_the_shape,
+    assigns_a_dynamic_shape,
+    changes_the_dtype,
+    adds_a_buffer,
+    removes_a_buffer,
+    assigns_a_value_with_a_gradient,
+]
 
 
 @pytest.mark.parametrize("forward", REFUSED, ids=lambda f: f.__name__)
-def test_what_its_memory_cannot_hold_is_refused(forward: Forward) -> None:
+def test_an_assignment_of_another_kind_of_tensor_is_refused(forward: Forward) -> None:
     module = ORTModule(outer(forward), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
     with pytest.raises(ChangedParameterError, match=r"1\.(a|nothing)"):
         module(torch.randn(4, 5))
 
 
-@pytest.mark.parametrize("forward", [grows, comes], ids=lambda f: f.__name__)
-def test_the_module_runs_in_pytorch_then(forward: Forward) -> None:
+@pytest.mark.parametrize("forward", [changes_the_shape, adds_a_buffer], ids=lambda f: f.__name__)
+def test_the_module_falls_back_after_such_an_assignment(forward: Forward) -> None:
     torch.manual_seed(0)
     eager = outer(forward)
     ours = copy.deepcopy(eager)
@@ -148,26 +155,26 @@ def test_the_module_runs_in_pytorch_then(forward: Forward) -> None:
     eager(torch.ones(4, 5))
     x = torch.randn(3, 5)
     torch.testing.assert_close(module(x), eager(x))
-    for mine, theirs in zip(ours.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for actual, expected in zip(ours.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
-def returns_the_assigned(m: Any, x: torch.Tensor) -> torch.Tensor:
+def returns_the_assigned_tensor(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = m.a * 0.9
     return m.a
 
 
-def returns_a_view_of_the_assigned(m: Any, x: torch.Tensor) -> torch.Tensor:
+def returns_a_view_of_the_assigned_tensor(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = m.a * 0.9
     return m.a[1:]
 
 
-@pytest.mark.parametrize("wrap", [Inner, outer], ids=["itself", "inside"])
-@pytest.mark.parametrize("forward", [returns_the_assigned, returns_a_view_of_the_assigned], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("wrap", [Inner, outer], ids=["module", "submodule"])
+@pytest.mark.parametrize("forward", [returns_the_assigned_tensor, returns_a_view_of_the_assigned_tensor], ids=lambda f: f.__name__)
 def test_writes_to_a_result_that_is_an_assigned_buffer_change_the_buffer(
     forward: Forward, wrap: Callable[[Forward], nn.Module]
 ) -> None:
-    """As in eager PyTorch, where both are one tensor until the next call assigns another."""
+    """In eager, both are one tensor until the next call assigns another."""
     eager = wrap(forward)
     ours = copy.deepcopy(eager)
     module = ORTModule(ours)
@@ -177,7 +184,7 @@ def test_writes_to_a_result_that_is_an_assigned_buffer_change_the_buffer(
     eager(torch.ones(3, 5))
     for _ in range(3):
         results.append((module(torch.ones(3, 5)).mul_(2), eager(torch.ones(3, 5)).mul_(2)))
-        for (name, mine), (_, theirs) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
-            torch.testing.assert_close(mine, theirs, msg=name)
-    for mine, theirs in results:
-        torch.testing.assert_close(mine, theirs)
+        for (name, actual), (_, expected) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
+            torch.testing.assert_close(actual, expected, msg=name)
+    for actual, expected in results:
+        torch.testing.assert_close(actual, expected)

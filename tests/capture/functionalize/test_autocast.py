@@ -104,7 +104,6 @@ def test_without_autocast_nothing_is_cast(name: str) -> None:
 
 
 UNSUPPORTED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "a composite called by another": lambda m, x: torch.inner(x, x[0]),
     "a composite where forward switches autocast off": einsum_without_autocast,
 }
 
