@@ -226,7 +226,7 @@ class DropsLayers(nn.Module):
 @pytest.mark.parametrize("name", PYTHONS)
 def test_layers_dropped_by_pythons_numbers(name: str) -> None:
     """A graph would drop the same layers at every step."""
-    entry = ZooModel(name, lambda: DropsLayers(PYTHONS[name]), sequences, mean_square, falls_back="random numbers")
+    entry = ZooModel(name, lambda: DropsLayers(PYTHONS[name]), sequences, mean_square, falls_back="random generator")
     with compared(entry) as compare:
         outputs, after = [], []
         for side in compare.sides():

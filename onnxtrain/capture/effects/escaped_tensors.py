@@ -59,7 +59,7 @@ class CreatedFakes:
         self._created.clear()
 
     def record_held(self, results: Sequence[Any]) -> None:
-        """Record the tensors, besides the results, that are alive when forward returns; autograd frees its own later."""
+        """Record the tensors, besides the results, that are alive when forward returns; autograd frees some later."""
         self._held = [(weakref.ref(tensor), _location(tensor)) for tensor in self._held_elsewhere(results)]
 
     def check(self, module: torch.nn.Module) -> None:

@@ -1,1 +1,1 @@
-"""Calls of a user's torch.autograd.Function: each becomes one PythonOp."""
+"""Capture each call of a user's torch.autograd.Function as one PythonOp."""

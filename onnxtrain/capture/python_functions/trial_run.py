@@ -1,4 +1,4 @@
-"""Runs a user's function aside from the capture, to see what a call of it does."""
+"""Run a user's custom function outside the traced graph, to observe what a call of it does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 
 
 class CallArguments(Protocol):
-    """What is known of a call before it runs."""
+    """The arguments of a call; see `calls.Arguments`."""
 
     function: Any
     arguments: tuple[Any, ...]
@@ -32,17 +32,17 @@ class CallArguments(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class TrialRun:
     """What a call did.
 
     Attributes:
-        raw: what it returned.
-        result: the same with a Slot for each tensor and a SizeResult for each size.
-        outputs: the tensors.
-        shapes: their sizes.
-        copied: tensor inputs that it changed in place.
-        returned: those of them that were not marked dirty.
-        recorded: whether autograd recorded it.
+        raw: the result that it returned.
+        result: the same, with a Slot for each tensor and a SizeResult for each size.
+        outputs: the tensors in the result.
+        shapes: the shapes of these tensors.
+        copied: indices of the tensor inputs that it mutated.
+        returned: those of them that are not in the result, because they were not marked dirty.
+        recorded: whether autograd recorded the call.
     """
 
     raw: Any
@@ -54,32 +54,41 @@ class Run:
     recorded: bool
 
 
-def run_aside(call: CallArguments, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> Run:
-    """Runs the function on `tensors`, which stay as they are, in the grad mode and autocast of now."""
+def try_call(call: CallArguments, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> TrialRun:
+    """Run the function on aliases of `tensors`, in the current grad mode and autocast state.
+
+    Args:
+        call: the function and its arguments.
+        tensors: the tensors to run it on.
+        sizes: the sizes to run it with.
+
+    Raises:
+        CaptureError: the function mutates an input that shares memory with another, or returns an unsupported object.
+    """
     grad = torch.is_grad_enabled()
-    recorded = grad and any(k.requires_grad and k.argument >= 0 for k in call.inputs)
+    recorded = grad and any(known.requires_grad and known.argument >= 0 for known in call.inputs)
     with ExitStack() as stack:
         stack.enter_context(uncaptured())
         stack.enter_context(disable_proxy_modes_tracing())
         mode = fake_mode_of(tensors)
-        if mode is not None and mode.shape_env is not None:  # sizes from elements get their symbols when the graph does
+        if mode is not None and mode.shape_env is not None:  # the operator's meta function makes the unbacked symbols
             stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-        stack.enter_context(torch.inference_mode(False))  # where changes in place would not be counted
+        stack.enter_context(torch.inference_mode(False))  # inference tensors count no versions
         stack.enter_context(torch.set_grad_enabled(grad))
-        given = _stand_ins(call, tensors)
-        versions = [version_of(t) for t in given]
-        arguments = [fill_slots(a, given, sizes) for a in call.arguments]
-        keywords = {k: fill_slots(a, given, sizes) for k, a in call.keywords.items()}
+        aliases = _aliases(call, tensors)
+        versions = [version_of(t) for t in aliases]
+        arguments = [fill_slots(a, aliases, sizes) for a in call.arguments]
+        keywords = {k: fill_slots(a, aliases, sizes) for k, a in call.keywords.items()}
         raw = call.function.apply(*arguments, **keywords)
-    copied = [i for i, (t, version) in enumerate(zip(given, versions, strict=True)) if version_of(t) != version]
-    _refuse_shared(call, given, copied)
-    found: list[tuple[torch.Tensor, int]] = []
-    result = _template(call, raw, found, top=True)
-    last = {id(tensor): number for number, (tensor, _) in enumerate(found)}
-    # A tensor that is returned twice is one to autograd, and its gradient comes at its last place.
-    result = fill_slots(result, [Slot("tensor", last[id(tensor)]) for tensor, _ in found], ())
-    memory = {_memory(t): i for i, t in enumerate(given) if i not in copied}
-    changed = [next((i for i in copied if given[i] is t), -1) for t, _ in found]
+    copied = [i for i, (t, version) in enumerate(zip(aliases, versions, strict=True)) if version_of(t) != version]
+    _refuse_shared_memory(call, aliases, copied)
+    returned_tensors: list[tuple[torch.Tensor, int]] = []
+    result = _template(call, raw, returned_tensors, is_top=True)
+    last = {id(tensor): index for index, (tensor, _) in enumerate(returned_tensors)}
+    # A tensor that is returned twice is one tensor to autograd, whose gradient arrives at its last position.
+    result = fill_slots(result, [Slot("tensor", last[id(tensor)]) for tensor, _ in returned_tensors], ())
+    input_of = {storage_id(t): i for i, t in enumerate(aliases) if i not in copied}
+    changed = [next((i for i in copied if aliases[i] is t), -1) for t, _ in returned_tensors]
     outputs = tuple(
         Output(
             dtype=tensor.dtype,
@@ -87,56 +96,60 @@ def run_aside(call: CallArguments, tensors: Sequence[torch.Tensor], sizes: Seque
             device=tensor.device,
             differentiable=recorded and position >= 0 and tensor.requires_grad,
             result=position,
-            alias=memory.get(_memory(tensor), -1),
-            changed=changed[number],
+            alias=input_of.get(storage_id(tensor), -1),
+            changed=changed[index],
         )
-        for number, (tensor, position) in enumerate(found)
+        for index, (tensor, position) in enumerate(returned_tensors)
     )
     returned = tuple(i for i in copied if i not in changed)
-    return Run(raw, result, outputs, tuple(t.shape for t, _ in found), frozenset(copied), returned, recorded)
+    shapes = tuple(tensor.shape for tensor, _ in returned_tensors)
+    return TrialRun(raw, result, outputs, shapes, frozenset(copied), returned, recorded)
 
 
-def _stand_ins(call: CallArguments, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors in the same memory, with version counters of their own, that require gradients as the real ones do."""
-    marked = [i for i, known in enumerate(call.inputs) if known.requires_grad and known.argument >= 0]
-    given = [t.clone() if t.is_inference() else t.data for t in tensors]
-    for i, tensor in zip(marked, requiring_grad([given[i] for i in marked]), strict=True):
-        given[i] = tensor
-    return given
+def _aliases(call: CallArguments, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Make aliases of the tensors with version counters of their own, and requires_grad as in the call."""
+    differentiable = [i for i, known in enumerate(call.inputs) if known.requires_grad and known.argument >= 0]
+    aliases = [t.clone() if t.is_inference() else t.data for t in tensors]
+    for i, tensor in zip(differentiable, requiring_grad([aliases[i] for i in differentiable]), strict=True):
+        aliases[i] = tensor
+    return aliases
 
 
-def _memory(tensor: torch.Tensor) -> Any:
-    return storage_id(tensor)
-
-
-def _refuse_shared(call: CallArguments, given: Sequence[torch.Tensor], copied: Sequence[int]) -> None:
+def _refuse_shared_memory(call: CallArguments, aliases: Sequence[torch.Tensor], copied: Sequence[int]) -> None:
     for i in copied:
-        others = [j for j, t in enumerate(given) if j != i and _memory(t) == _memory(given[i])]
+        others = [j for j, t in enumerate(aliases) if j != i and storage_id(t) == storage_id(aliases[i])]
         if others:
             raise CaptureError(
                 f"forward of {qualified_name(call.function)} changes tensor input {i} in place, and input {others[0]} "
-                "lies in the same memory",
+                "shares its memory",
                 where=line_of(call.function, "forward"),
-                todo="the module runs in PyTorch; pass a copy",
+                todo=f"the module runs in PyTorch; pass a copy of input {others[0]}",
             )
 
 
-def _template(call: CallArguments, value: Any, found: list[tuple[torch.Tensor, int]], top: bool) -> Any:
-    """A result with Slots for its tensors, which are appended to `found`, with their number among the results."""
+def _template(call: CallArguments, value: Any, tensors: list[tuple[torch.Tensor, int]], is_top: bool) -> Any:
+    """Replace the tensors of a result by Slots.
+
+    Args:
+        call: the function and its arguments.
+        value: the result, or a part of it.
+        tensors: the tensors are appended here, with their positions in the result's tuple; -1 for a nested tensor.
+        is_top: whether `value` is the whole result.
+    """
     if isinstance(value, torch.Tensor):
-        found.append((value, 0 if top else -1))
-        return Slot("tensor", len(found) - 1)
+        tensors.append((value, 0 if is_top else -1))
+        return Slot("tensor", len(tensors) - 1)
     if isinstance(value, torch.SymInt):
-        known = value.node.maybe_as_int()
-        return SizeResult() if known is None else known
+        static_size = value.node.maybe_as_int()
+        return SizeResult() if static_size is None else static_size
     if isinstance(value, (list, tuple, dict)):
         content = []
-        for number, part in enumerate(parts(value)):
-            if top and isinstance(value, tuple) and isinstance(part, torch.Tensor):
-                found.append((part, number))
-                content.append(Slot("tensor", len(found) - 1))
+        for index, part in enumerate(parts(value)):
+            if is_top and isinstance(value, tuple) and isinstance(part, torch.Tensor):
+                tensors.append((part, index))
+                content.append(Slot("tensor", len(tensors) - 1))
             else:
-                content.append(_template(call, part, found, top=False))
+                content.append(_template(call, part, tensors, is_top=False))
         return rebuilt(value, content)
     if isinstance(value, _CONSTANTS):
         return value
@@ -145,5 +158,5 @@ def _template(call: CallArguments, value: Any, found: list[tuple[torch.Tensor, i
         where=line_of(call.function, "forward"),
         expected="tensors, plain constants, and lists, tuples and dicts of them",
         got=type(value).__qualname__,
-        todo="the module runs in PyTorch",
+        todo="the module runs in PyTorch; return tensors, and keep other objects on ctx",
     )
