@@ -21,7 +21,7 @@ from onnxtrain.capture.convert.aten_gradient import TracedGradient
 from onnxtrain.capture.convert.symbolic_sizes import fixed_number, number_from_sizes, size_of, tensor_type
 from onnxtrain.capture.export.checkpoint_regions import REGION, checkpoint_region_of
 from onnxtrain.capture.functionalize.autocast import refuse_hidden_casts
-from onnxtrain.capture.functionalize.composite_operators import size_decisions
+from onnxtrain.capture.functionalize.composite_operators import record_size_guards
 from onnxtrain.capture.functionalize.functional_calls import ASSERTIONS_AND_SIZES, ITEM
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
@@ -348,7 +348,7 @@ def _contiguous(target: Any, fakes: Sequence[torch.Tensor]) -> list[bool]:
     mode = next((t.fake_mode for t in fakes if isinstance(t, FakeTensor)), None)
     if mode is None or reads_strides(target):
         return list(map(is_contiguous_or_false, fakes))
-    with size_decisions(mode.shape_env):
+    with record_size_guards(mode.shape_env):
         return list(map(is_contiguous_or_false, fakes))
 
 
