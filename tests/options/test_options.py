@@ -419,7 +419,7 @@ EFFECTS = {
         "execute/test_kernel_choice.py",
         "test_with_tuning_off_earlier_answers_are_used_and_nothing_is_measured",
     ),
-    "cache_dir": ("capture/stored/test_stored.py", "test_a_second_module_takes_the_capture_from_disk"),
+    "cache_dir": ("capture/stored/test_stored.py", "test_a_second_module_loads_the_capture_from_disk"),
 }
 
 

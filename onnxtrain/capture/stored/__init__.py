@@ -1,1 +1,1 @@
-"""Captures on disk, so that a later run of the same program need not capture again."""
+"""Store captures on disk, so that a later run of the same program does not capture again."""

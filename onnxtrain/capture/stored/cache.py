@@ -1,11 +1,12 @@
-"""Captures that are kept on disk (the option `cache_dir`).
+"""Load captures from disk, and store new ones there (the option `cache_dir`).
 
     call ─key─▶ files of the key ─conditions, guards─▶ capture
 
-The key holds what is known before forward runs: versions, the environment, inputs, classes and parameters. What else
-decides shows while forward runs: the attributes that it reads, the files of the code that runs, the global names that
-this code uses. They stand in the file and are compared with the present ones. Whatever cannot be compared between
-processes keeps a capture from the disk: a wrong graph would give wrong numbers without a word.
+The key contains what is known before forward runs: versions, the environment, inputs, classes and parameters. A graph
+also depends on what only shows while forward runs: the attributes that it reads, the source files of the code that
+runs, and the global names that this code uses. The file stores them, and they are compared with the current ones. A
+capture that depends on anything that cannot be compared between processes is not stored: a wrong graph would silently
+compute wrong results.
 """
 
 from __future__ import annotations
@@ -43,76 +44,76 @@ class CaptureCache:
     """The captures of one module on disk.
 
     Args:
-        folder: where they are kept. All files together take at most ONNXTRAIN_CACHE_LIMIT_MB.
+        folder: the folder of the files, which take at most ONNXTRAIN_CACHE_LIMIT_MB MiB together.
         module: the user's module.
     """
 
     def __init__(self, folder: Path, module: torch.nn.Module) -> None:
         self._folder = CaptureFolder(folder, _limit_mb() * _MIB)
         self._module = module
-        self._refused: set[str] = set()
+        self._logged: set[str] = set()
 
     def capture(
         self,
-        make: Callable[[ForwardCall], Captured],
+        capture: Callable[[ForwardCall], Captured],
         structure: Structure,
         tensors: Sequence[torch.Tensor],
         run: ForwardCall | None = None,
         fixed_sizes: Collection[int] = (),
     ) -> Captured:
-        """The capture from disk, or what `make` gives, which is then kept.
+        """Return the capture for a call from disk, or capture it and store the capture.
 
         Args:
-            make: captures the module for this call, as this function runs it; raises what it raises.
+            capture: captures the module for this call, run by the given function. Its errors propagate.
             structure: how the call's tensors and constants make up its arguments.
             tensors: the call's tensors.
-            run: runs the module, where its call is to be left out.
-            fixed_sizes: the numbers of the tensors whose sizes are not open.
+            run: runs the module in place of calling it.
+            fixed_sizes: indices of the tensors whose sizes are static.
         """
         start = time.perf_counter()
         try:
             key = self._key(structure, tensors, run, fixed_sizes)
-            found = self._find(key, tensors)
+            stored = self._load(key, tensors)
         except NotStorableError as error:
-            self._refuse(error)
-            return make(run or self._module)
-        if found is not None:
-            return replace(found, took_ms=(time.perf_counter() - start) * 1e3)
+            self._log_not_stored(error)
+            return capture(run or self._module)
+        if stored is not None:
+            return replace(stored, took_ms=(time.perf_counter() - start) * 1e3)
         code = ExecutedCode()
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def run_recorded(*args: Any, **kwargs: Any) -> Any:
             with code.recording():
                 return (run or self._module)(*args, **kwargs)
 
-        captured = make(noted)
+        captured = capture(run_recorded)
         try:
-            return self._add(key, captured, code)
+            return self._store(key, captured, code)
         except NotStorableError as error:
-            self._refuse(error)
+            self._log_not_stored(error)
             return captured
 
-    def _refuse(self, error: NotStorableError) -> None:
-        if str(error) not in self._refused:
-            self._refused.add(str(error))
-            LOG.info("%s: the capture is not kept on disk: %s", type(self._module).__name__, error)
+    def _log_not_stored(self, error: NotStorableError) -> None:
+        if str(error) not in self._logged:
+            self._logged.add(str(error))
+            LOG.info("%s: the capture is not stored on disk: %s", type(self._module).__name__, error)
 
-    # Reading
+    # Loading
 
-    def _find(self, key: str, tensors: Sequence[torch.Tensor]) -> Captured | None:
+    def _load(self, key: str, tensors: Sequence[torch.Tensor]) -> Captured | None:
         for file, data in self._folder.read(key):
             try:
-                found = entry.Entry(data)
-                reads = self._reads(found.conditions)
-                if not found.guards(tensors) or self._change(found.conditions, reads):
+                stored = entry.Entry(data)
+                reads = self._reads(stored.conditions)
+                if not stored.guards(tensors) or not self._holds(stored.conditions, reads):
                     continue
-                captured = found.captured(reads, file.name)
+                captured = stored.captured(reads, file.name)
             except NotStorableError:
                 continue
-            except Exception as error:  # noqa: BLE001  # what is damaged may raise anything
-                warn_once(f"the capture {file} is damaged, and is made anew ({type(error).__name__}: {error})")
+            except Exception as error:  # noqa: BLE001  # a corrupt file may raise anything
+                warn_once(f"the stored capture {file} is corrupt ({type(error).__name__}: {error}); capturing again")
                 continue
-            self._folder.used(file)
-            LOG.info("%s: the capture is read from %s", type(self._module).__name__, file)
+            self._folder.mark_used(file)
+            LOG.info("%s: loaded the capture from %s", type(self._module).__name__, file)
             return captured
         return None
 
@@ -120,22 +121,21 @@ class CaptureCache:
         ids = {path: id(module) for path, module in submodules(self._module)}
         return frozenset((ids[path], name) for path, name in conditions.reads if path in ids)
 
-    def _change(self, conditions: entry.Conditions, reads: Collection[tuple[int, str]]) -> str:
-        """The first thing that is not as it was; "" where all is."""
+    def _holds(self, conditions: entry.Conditions, reads: Collection[tuple[int, str]]) -> bool:
+        """Whether the module's attributes, the source files and the globals are as they were at the capture."""
         if self._state(conditions.names, reads) != conditions.state:
-            return "the module's attributes"
-        for file, known in conditions.files.items():
-            if file_hash(file) != known:
-                return file
+            return False
+        if any(file_hash(file) != file_digest for file, file_digest in conditions.files.items()):
+            return False
         names = {module: list(values) for module, values in conditions.values.items()}
         values = global_values(names, self._fingerprints)
-        return next((module for module in names if values[module] != conditions.values[module]), "")
+        return all(values[module] == conditions.values[module] for module in names)
 
-    # Writing
+    # Storing
 
-    def _add(self, key: str, captured: Captured, code: ExecutedCode) -> Captured:
+    def _store(self, key: str, captured: Captured, code: ExecutedCode) -> Captured:
         if captured.guards.elements:
-            raise NotStorableError("forward decides by elements of its arguments")
+            raise NotStorableError("forward branches on elements of its arguments")
         paths = {id(module): path for path, module in submodules(self._module)}
         names = tuple(source.name for source in captured.sources if source.kind != "input")
         conditions = entry.Conditions(
@@ -147,27 +147,27 @@ class CaptureCache:
         )
         outside = next((source.name for source in captured.sources if source.kind == "outside"), None)
         if outside is not None:
-            raise NotStorableError(f"the graph takes the Tensor {outside}, which only this process has")
+            raise NotStorableError(f"an input of the graph is the Tensor {outside}, which exists only in this process")
         file = self._folder.add(key, entry.to_bytes(captured, conditions))
         if file is None:
             return captured
-        LOG.info("%s: the capture is kept in %s", type(self._module).__name__, file)
+        LOG.info("%s: stored the capture in %s", type(self._module).__name__, file)
         return replace(captured, stored_name=file.name)
 
-    # What a capture depends on
+    # Key and state
 
     def _fingerprints(self) -> Fingerprints:
         return Fingerprints({id(module): path for path, module in submodules(self._module)})
 
     def _state(self, names: Sequence[str], reads: Collection[tuple[int, str]]) -> str:
-        """A digest of what forward can read from the module.
+        """Return a digest of everything that forward can read from the module.
 
         Raises:
-            NotStorableError: it can read what only this process has.
+            NotStorableError: forward can read an object that exists only in this process.
         """
-        found = self._fingerprints()
+        fingerprints = self._fingerprints()
         facts = Snapshot(self._module, names, reads).facts
-        return digest([(place, _of_fact(found, place, fact.key)) for place, fact in facts.items()])
+        return digest([(place, _fact_fingerprint(fingerprints, place, fact.key)) for place, fact in facts.items()])
 
     def _key(
         self,
@@ -176,48 +176,49 @@ class CaptureCache:
         run: ForwardCall | None,
         fixed_sizes: Collection[int],
     ) -> str:
-        found = self._fingerprints()
+        fingerprints = self._fingerprints()
         parts = [
             versions(),
             _devices(),
-            found.of(environment()),
-            found.of([tensor_facts(tensor) for tensor in tensors]),
-            (_of_tree(found, structure.tree), structure.names, structure.shared),
+            fingerprints.of(environment()),
+            fingerprints.of([tensor_facts(tensor) for tensor in tensors]),
+            (_tree_fingerprint(fingerprints, structure.tree), structure.names, structure.shared),
             sorted(fixed_sizes),
-            found.of(run),
-            [self._of_module(found, path, module) for path, module in submodules(self._module)],
+            fingerprints.of(run),
+            [_module_fingerprint(fingerprints, path, module) for path, module in submodules(self._module)],
         ]
         return digest(parts)
 
-    @staticmethod
-    def _of_module(found: Fingerprints, path: str, module: torch.nn.Module) -> Any:
-        if isinstance(module, torch.fx.GraphModule):
-            raise NotStorableError("its forward is a graph that was made in this process")
-        own = (*module._parameters.items(), *module._buffers.items())
-        tensors = [
-            (name, None if t is None else tensor_facts(t), None if t is None else tuple(t.shape)) for name, t in own
-        ]
-        return path, found.of_class(type(module)), found.of(tensors), module.training
+
+def _module_fingerprint(fingerprints: Fingerprints, path: str, module: torch.nn.Module) -> Any:
+    if isinstance(module, torch.fx.GraphModule):
+        raise NotStorableError("its forward is a graph that was created in this process")
+    named = (*module._parameters.items(), *module._buffers.items())
+    tensors = [
+        (name, None if t is None else tensor_facts(t), None if t is None else tuple(t.shape)) for name, t in named
+    ]
+    return path, fingerprints.of_class(type(module)), fingerprints.of(tensors), module.training
 
 
-def _of_fact(found: Fingerprints, place: tuple[str, str], key: Any) -> Any:
+def _fact_fingerprint(fingerprints: Fingerprints, place: tuple[str, str], key: Any) -> Any:
     if place[0].endswith("hooks"):
         raise NotStorableError(f"{place[1]} has hooks")
-    return found.of(key)
+    return fingerprints.of(key)
 
 
-def _of_tree(found: Fingerprints, tree: Tree) -> Any:
+def _tree_fingerprint(fingerprints: Fingerprints, tree: Tree) -> Any:
     if isinstance(tree, Node):
-        return found.of_class(tree.type), found.of(tree.key), [_of_tree(found, child) for child in tree.children]
+        children = [_tree_fingerprint(fingerprints, child) for child in tree.children]
+        return fingerprints.of_class(tree.type), fingerprints.of(tree.key), children
     if isinstance(tree, Constant):
-        return found.of(tree.key)
+        return fingerprints.of(tree.key)
     return tree.kind, tree.index
 
 
 def _devices() -> list[str]:
-    """The devices by which forward may decide."""
-    found = [current_machine().vectors]
+    """Return the devices that forward may branch on."""
+    devices = [current_machine().vectors]
     if torch.cuda.is_available():
         gpus = range(torch.cuda.device_count())
-        found += [f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)}" for i in gpus]
-    return found
+        devices += [f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)}" for i in gpus]
+    return devices

@@ -1,4 +1,4 @@
-"""The structure of an output as JSON. A container is made again only where its class is one that outputs may have."""
+"""Convert the structure of an output to JSON and back. Only classes that an output may have are instantiated."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _TORCH = {
 
 
 def output_to_json(output: OutputStructure) -> Any:
-    """The structure of an output.
+    """Convert the structure of an output to JSON.
 
     Raises:
-        NotStorableError: it holds an object that is not plain.
+        NotStorableError: the structure holds an object that JSON cannot represent.
     """
     return {"names": output.names, "tree": _tree_to_json(output.tree)}
 
 
 def output_from_json(parts: Any) -> OutputStructure:
-    """The structure.
+    """Convert JSON to the structure of an output.
 
     Raises:
-        ValueError: a class is not there, or is none of a container.
+        ValueError: the JSON is malformed, or names a class that does not exist or is no container of an output.
     """
     return OutputStructure(_tree_from_json(parts["tree"]), tuple(map(str, parts["names"])))
 
@@ -54,11 +54,11 @@ def _tree_to_json(tree: Tree) -> Any:
         case Slot(kind=kind, index=index):
             return ["slot", kind, index]
         case Constant(value=value):
-            return ["constant", plain_to_json(value)]
+            return ["constant", value_to_json(value)]
     name = f"{tree.type.__module__}:{tree.type.__qualname__}"
-    found = ["node", name, plain_to_json(_key(tree)), list(tree.steps), [*map(_tree_to_json, tree.children)]]
-    _tree_from_json(found)  # what cannot be read is not written
-    return found
+    node = ["node", name, value_to_json(_original_key(tree)), list(tree.steps), [*map(_tree_to_json, tree.children)]]
+    _tree_from_json(node)  # raises if it could not be loaded
+    return node
 
 
 def _tree_from_json(parts: Any) -> Tree:
@@ -66,73 +66,73 @@ def _tree_from_json(parts: Any) -> Tree:
         case ["slot", ("tensor" | "size") as kind, int(index)]:
             return Slot(kind, index)
         case ["constant", value]:
-            plain = plain_from_json(value)
-            return Constant(plain, constant_key(plain))
+            constant = value_from_json(value)
+            return Constant(constant, constant_key(constant))
         case ["node", name, key, steps, children]:
             trees = tuple(map(_tree_from_json, children))
-            kind = _class(name)
-            frozen, build = _builder(kind, plain_from_json(key), len(trees))
-            return Node(kind, frozen, trees, tuple(map(str, steps)), build)
-    raise ValueError("the structure of the output cannot be read")
+            container = _class(name)
+            frozen_key, build = _builder(container, value_from_json(key), len(trees))
+            return Node(container, frozen_key, trees, tuple(map(str, steps)), build)
+    raise ValueError(f"expected a slot, constant or node in the structure of an output, got {parts}")
 
 
 def _class(name: str) -> type:
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for step in path.split("."):
-        found = getattr(found, step, None)
-    if not isinstance(found, type):
+        target = getattr(target, step, None)
+    if not isinstance(target, type):
         raise ValueError(f"there is no class {name}")
-    return found
+    return target
 
 
-def _builder(kind: type, key: Any, count: int) -> tuple[Hashable, Callable[[list[Any]], Any]]:
-    """The key of a container of this class in a tree, and what makes one from its children."""
-    if kind is dict:
+def _builder(container: type, key: Any, count: int) -> tuple[Hashable, Callable[[list[Any]], Any]]:
+    """Return the key of a container of this class in a tree, and a function that builds one from its children."""
+    if container is dict:
         return tuple(map(constant_key, key)), lambda children: dict(zip(key, children, strict=True))
-    if kind in (list, tuple, torch.Size):
-        return count, kind
-    registered = pytree.registered_containers.get(kind)
+    if container in (list, tuple, torch.Size):
+        return count, container
+    registered = pytree.registered_containers.get(container)
     if registered is not None:
         return freeze(key), lambda items: registered.unflatten_fn(items, key)
-    if issubclass(kind, tuple) and key == getattr(kind, "_fields", None):
-        return key, lambda children: kind(*children)
-    if issubclass(kind, tuple) and kind.__module__ == "torch.return_types":
-        return count, kind
-    if dataclasses.is_dataclass(kind) and {field.name for field in dataclasses.fields(kind)} >= set(key):
-        return tuple(key), dataclass_builder(kind, key)
-    raise ValueError(f"{kind.__qualname__} is no container of an output")
+    if issubclass(container, tuple) and key == getattr(container, "_fields", None):
+        return key, lambda children: container(*children)
+    if issubclass(container, tuple) and container.__module__ == "torch.return_types":
+        return count, container
+    if dataclasses.is_dataclass(container) and {field.name for field in dataclasses.fields(container)} >= set(key):
+        return tuple(key), dataclass_builder(container, key)
+    raise ValueError(f"{container.__qualname__} is no container of an output")
 
 
-def _key(node: Node) -> Any:
-    """What was made the key of a container."""
+def _original_key(node: Node) -> Any:
+    """Return the key of a container before it was made hashable."""
     if node.type is dict and isinstance(node.key, tuple):
-        return tuple(map(_thawed, node.key))
+        return tuple(map(_thaw, node.key))
     if node.type in pytree.registered_containers and node.type not in (list, tuple):
-        return _thawed(node.key)
+        return _thaw(node.key)
     return node.key
 
 
-def _thawed(key: Any) -> Any:
-    """The plain value of which `constant_key` or `freeze` made a key."""
+def _thaw(key: Any) -> Any:
+    """Return the value that `constant_key` or `freeze` made hashable."""
     match key:
         case (kind, value) if kind in (NoneType, bool, int, str):
             return value
         case (kind, *parts) if kind in (list, tuple):
-            return kind(map(_thawed, parts))
+            return kind(map(_thaw, parts))
         case (kind, *parts) if kind is dict:
-            return {_thawed(name): _thawed(value) for name, value in parts}
-    raise NotStorableError("an output is a container that is made with more than plain values")
+            return {_thaw(name): _thaw(value) for name, value in parts}
+    raise NotStorableError("an output is a container that depends on other objects than plain Python values")
 
 
-# Plain values
+# Values
 
 
-def plain_to_json(value: Any) -> Any:
-    """A plain value, with its type; floats to the last bit.
+def value_to_json(value: Any) -> Any:
+    """Convert a plain Python value or a torch constant to JSON with its type; floats keep every bit.
 
     Raises:
-        NotStorableError: it is not plain.
+        NotStorableError: the value is of another type.
     """
     match value:
         case None | bool() | str():
@@ -142,9 +142,9 @@ def plain_to_json(value: Any) -> Any:
         case int():
             return ["int", str(int(value))]
         case list() | tuple() if type(value) in (list, tuple):
-            return [type(value).__name__, *map(plain_to_json, value)]
+            return [type(value).__name__, *map(value_to_json, value)]
         case dict() if type(value) is dict:
-            return ["dict", *([plain_to_json(k), plain_to_json(v)] for k, v in value.items())]
+            return ["dict", *([value_to_json(k), value_to_json(v)] for k, v in value.items())]
         case torch.device():
             return ["device", str(value)]
     if _TORCH.get(str(value)) is value:
@@ -152,11 +152,11 @@ def plain_to_json(value: Any) -> Any:
     raise NotStorableError(f"an output holds a {type(value).__qualname__}")
 
 
-def plain_from_json(parts: Any) -> Any:
-    """The value.
+def value_from_json(parts: Any) -> Any:
+    """Convert JSON to a value.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the JSON is malformed.
     """
     match parts:
         case None | bool() | str():
@@ -166,13 +166,13 @@ def plain_from_json(parts: Any) -> Any:
         case ["int", text]:
             return int(text)
         case ["list", *values]:
-            return [*map(plain_from_json, values)]
+            return [*map(value_from_json, values)]
         case ["tuple", *values]:
-            return tuple(map(plain_from_json, values))
+            return tuple(map(value_from_json, values))
         case ["dict", *pairs]:
-            return {plain_from_json(k): plain_from_json(v) for k, v in pairs}
+            return {value_from_json(k): value_from_json(v) for k, v in pairs}
         case ["device", text]:
             return torch.device(text)
         case ["torch", name] if name in _TORCH:
             return _TORCH[name]
-    raise ValueError("a plain value cannot be read")
+    raise ValueError(f"expected a value with its type, got {parts}")

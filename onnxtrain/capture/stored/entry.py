@@ -1,6 +1,7 @@
-"""One capture as the bytes of a file: a zip with `graph.onnx`, which opens in Netron, and `capture.json`.
+"""Convert a capture to the bytes of a file and back.
 
-What is read is data: no part of a file is run, and no class is made that an output may not have.
+The file is a zip with `graph.onnx`, which opens in Netron, and `capture.json`. Loading a file runs no code from it, and
+instantiates only classes that an output may have.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.stored import expressions, graph
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
 
-FORM = 2  # of the file; another number is not read
-_GRAPH, _REST = "graph.onnx", "capture.json"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the same capture gives the same bytes
+FORMAT = 3  # files of another format are not loaded
+_GRAPH, _CAPTURE = "graph.onnx", "capture.json"
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed time, so that equal captures give equal bytes
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What has to be as it was, beside the key, for a capture to be right.
+    """The state, besides the key, that a capture depends on.
 
     Attributes:
-        reads: the attributes that forward read: paths of modules and names.
-        state: a digest of what these attributes, the parameters and buffers were.
-        names: the parameters, buffers and tensor attributes that the graph takes.
+        reads: the attributes that forward read, as paths of modules and names.
+        state: a digest of these attributes, the parameters and the buffers.
+        names: the parameters, buffers and tensor attributes that are inputs of the graph.
         files: the hashes of the source files whose code ran.
-        values: by module, a digest of what each global name stood for.
+        values: for each Python module, digests of the values of the global names that the code used.
     """
 
     reads: tuple[tuple[str, str], ...]
@@ -47,14 +48,14 @@ class Conditions:
 
 
 def to_bytes(captured: Captured, conditions: Conditions) -> bytes:
-    """The file.
+    """Return the contents of the file.
 
     Raises:
-        NotStorableError: the capture holds what only this process has.
+        NotStorableError: the capture holds an object that exists only in this process.
     """
-    model, beside = graph.to_bytes(captured.model)
-    rest = {
-        "form": FORM,
+    model, graph_extra = graph.to_bytes(captured.model)
+    parts = {
+        "format": FORMAT,
         "conditions": asdict(conditions),
         "sources": [asdict(source) for source in captured.sources],
         "results": captured.result_count,
@@ -63,43 +64,51 @@ def to_bytes(captured: Captured, conditions: Conditions) -> bytes:
         "sizes": captured.sizes,
         "output": output_to_json(captured.output),
         "guards": _guards_to_json(captured.guards.to_stored()),
-        "beside": beside,
+        "graph_extra": graph_extra,
     }
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(zipfile.ZipInfo(_REST, _EPOCH), json.dumps(rest, sort_keys=True))
+        archive.writestr(zipfile.ZipInfo(_CAPTURE, _EPOCH), json.dumps(parts, sort_keys=True))
         archive.writestr(zipfile.ZipInfo(_GRAPH, _EPOCH), model)
     return file.getvalue()
 
 
 class Entry:
-    """A file that was read: its conditions, and the capture where it is wanted.
+    """The contents of a file: its conditions and guards, and the capture, which is loaded on request.
+
+    Args:
+        data: the bytes of the file.
 
     Raises:
-        Exception: the file is damaged, or of another form; any.
+        Exception: the file is corrupt or of another format; of any type that a parser raises.
     """
 
     def __init__(self, data: bytes) -> None:
         self._archive = zipfile.ZipFile(io.BytesIO(data))
-        self._rest = json.loads(self._archive.read(_REST))
-        if self._rest["form"] != FORM:
-            raise ValueError(f"its form is {self._rest['form']}, and {FORM} is read")
-        found: Mapping[str, Any] = self._rest["conditions"]
-        reads = tuple((str(path), str(name)) for path, name in found["reads"])
-        self.conditions = Conditions(reads, str(found["state"]), tuple(found["names"]), found["files"], found["values"])
-        self.guards = _guards_from_json(self._rest["guards"])
+        self._parts = json.loads(self._archive.read(_CAPTURE))
+        if self._parts["format"] != FORMAT:
+            raise ValueError(f"expected format {FORMAT}, got {self._parts['format']}")
+        parts: Mapping[str, Any] = self._parts["conditions"]
+        reads = tuple((str(path), str(name)) for path, name in parts["reads"])
+        self.conditions = Conditions(reads, str(parts["state"]), tuple(parts["names"]), parts["files"], parts["values"])
+        self.guards = _guards_from_json(self._parts["guards"])
 
     def captured(self, reads: frozenset[tuple[int, str]], name: str) -> Captured:
-        """The capture. `reads`: with the modules' ids in this process; `name`: what the file is called."""
-        rest = self._rest
+        """Load the capture.
+
+        Args:
+            reads: the attributes that forward read, with the ids of the modules in this process.
+            name: the name of the file.
+        """
+        parts = self._parts
         return Captured(
-            model=graph.from_bytes(self._archive.read(_GRAPH), rest["beside"]),
-            sources=tuple(Source(**source) for source in rest["sources"]),
-            result_count=rest["results"],
-            mutations=tuple(Mutation(**mutation) for mutation in rest["mutations"]),
-            written_views=tuple(map(_written_view, rest["written_views"])),
-            sizes=tuple(rest["sizes"]),
-            output=output_from_json(rest["output"]),
+            model=graph.from_bytes(self._archive.read(_GRAPH), parts["graph_extra"]),
+            sources=tuple(Source(**source) for source in parts["sources"]),
+            result_count=parts["results"],
+            mutations=tuple(Mutation(**mutation) for mutation in parts["mutations"]),
+            written_views=tuple(map(_written_view, parts["written_views"])),
+            sizes=tuple(parts["sizes"]),
+            output=output_from_json(parts["output"]),
             guards=self.guards,
             reads=reads,
             stored_name=name,
@@ -107,17 +116,17 @@ class Entry:
 
 
 def _written_view(parts: Mapping[str, Any]) -> WrittenView:
-    known = parts["target_strides"]
-    target_strides = None if known is None else tuple(known)
+    strides = parts["target_strides"]
+    target_strides = None if strides is None else tuple(strides)
     return WrittenView(parts["result"], parts["target"], target_strides, tuple(parts["strides"]), parts["offset"])
 
 
 def _guards_to_json(stored: StoredGuards) -> Any:
-    own = set(stored.symbols)
+    input_symbols = set(stored.symbols)
     sizes = [size for shape in stored.shapes for size in shape if not isinstance(size, int)]
     for expr in (*sizes, *(expr for expr, _ in stored.conditions)):
-        if not expr.free_symbols <= own:
-            raise NotStorableError(f"a condition on sizes is about {expr}, which is no size of an input")
+        if not expr.free_symbols <= input_symbols:
+            raise NotStorableError(f"a condition on sizes depends on {expr}, which is no size of an input")
     return {
         "names": stored.names,
         "symbols": [[str(symbol), *place] for symbol, place in stored.symbols.items()],

@@ -1,4 +1,7 @@
-"""Conditions on sizes as JSON: `["Ge", ["Symbol", "s0"], ["Integer", 2]]`. Only what is listed here is ever made."""
+"""Convert conditions on sizes to JSON and back: `["Ge", ["Symbol", "s0"], ["Integer", 2]]`.
+
+Only the classes listed here are instantiated.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sympy
 from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.torch_compat.symbols import functions
 
-# Kept as they are: sympy would decide some of them from what it knows of their symbols.
+# Loaded with evaluate=False: sympy would simplify some of them to true or false by its assumptions on the symbols.
 _UNEVALUATED = {name: getattr(sympy, name) for name in ("Eq", "Ne", "Lt", "Le", "Gt", "Ge", "Not", "And", "Or")}
 _NAMES = {
     "Equality": "Eq",
@@ -32,10 +35,10 @@ _HEADS: Mapping[str, Any] = {
 
 
 def to_json(expr: Any) -> list[Any]:
-    """An expression over sizes.
+    """Convert an expression of sizes to JSON.
 
     Raises:
-        NotStorableError: there is something in it that is not listed.
+        NotStorableError: the expression contains a class that is not listed.
     """
     if expr.is_Symbol:
         return ["Symbol", expr.name]
@@ -45,15 +48,19 @@ def to_json(expr: Any) -> list[Any]:
         return ["Boolean", bool(expr)]
     name = _NAMES.get(type(expr).__name__, type(expr).__name__)
     if _HEADS.get(name) is not type(expr):
-        raise NotStorableError(f"a condition on sizes has a {name} in it: {expr}")
+        raise NotStorableError(f"a condition on sizes contains the unsupported function {name}: {expr}")
     return [name, *map(to_json, expr.args)]
 
 
 def from_json(parts: Any, symbols: Mapping[str, Any]) -> Any:
-    """The expression.
+    """Convert JSON to an expression.
+
+    Args:
+        parts: the JSON.
+        symbols: the symbols by name.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the JSON names a class that is not listed.
     """
     name, *args = parts
     match name:
@@ -64,7 +71,7 @@ def from_json(parts: Any, symbols: Mapping[str, Any]) -> Any:
         case "Boolean":
             return sympy.true if args[0] else sympy.false
     if name not in _HEADS:
-        raise ValueError(f"{name} is no part of a condition")
+        raise ValueError(f"expected Symbol, Integer, Boolean or one of {', '.join(_HEADS)}, got {name}")
     parsed = [from_json(arg, symbols) for arg in args]
     if name in _UNEVALUATED:
         return _HEADS[name](*parsed, evaluate=False)

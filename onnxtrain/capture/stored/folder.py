@@ -1,6 +1,7 @@
-"""The folder of captures: `<key>-<content>.capture`. Processes may read, write and clear it side by side.
+"""Read and write the files of captures, `<key>-<content>.capture`. Several processes may do so at the same time.
 
-A file gets its name when it is whole, and is never written again; the least recently used go when there is no room.
+A file gets its name when it is complete, and is never written again. The least recently used files are removed to stay
+within the size limit.
 """
 
 from __future__ import annotations
@@ -15,77 +16,77 @@ from pathlib import Path
 from onnxtrain.log import LOG, warn_once
 from onnxtrain.system.atomic_file import replacing
 
-_ABANDONED_S = 3600.0  # a partial file so old belongs to a process that was killed
-_MOST_OF_A_KEY = 32  # files that differ in sizes or in the module's attributes
+_ABANDONED_S = 3600.0  # a partial file this old was left by a process that was killed
+_MAX_FILES_OF_KEY = 32  # such files differ in the sizes or in the module's attributes
 
 
 class CaptureFolder:
     """Captures on disk.
 
     Args:
-        folder: made where it is missing.
-        most_bytes: all files together.
+        folder: created when the first capture is stored.
+        max_bytes: the limit for the size of all files together.
     """
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     def read(self, key: str) -> Iterator[tuple[Path, bytes]]:
-        """The files of a key, the last used first. Nothing where the folder cannot be read: then once a warning."""
+        """Yield the files of a key, most recently used first. Files that cannot be read are skipped with a warning."""
         try:
-            found = [(file.stat().st_mtime, file) for file in self._folder.glob(f"{key}-*.capture") if _is_ours(file)]
+            files = [(file.stat().st_mtime, file) for file in self._folder.glob(f"{key}-*.capture") if _is_ours(file)]
         except OSError as error:
-            warn_once(f"the captures in {self._folder} cannot be read, and are made anew: {error}")
+            warn_once(f"cannot read the captures in {self._folder} ({error}); capturing again")
             return
-        for _, file in sorted(found, reverse=True)[:_MOST_OF_A_KEY]:
+        for _, file in sorted(files, reverse=True)[:_MAX_FILES_OF_KEY]:
             try:
                 data = file.read_bytes()
             except OSError as error:
-                if file.exists():  # else another process removed it
-                    warn_once(f"the capture {file} cannot be read, and is made anew: {error}")
+                if file.exists():  # otherwise another process removed it
+                    warn_once(f"cannot read the capture {file} ({error}); capturing again")
                 continue
             yield file, data
 
-    def used(self, file: Path) -> None:
-        """Notes that a file was used; where others may only read, it is not noted."""
+    def mark_used(self, file: Path) -> None:
+        """Set the time of last use of a file, if the folder is writable."""
         with suppress(OSError):
             os.utime(file)
 
     def add(self, key: str, data: bytes) -> Path | None:
-        """Writes a file; None, with one warning, where that is not possible."""
+        """Write a file and return its path; None, with a warning, if it cannot be written."""
         file = self._folder / f"{key}-{hashlib.sha256(data).hexdigest()[:16]}.capture"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(file) as target:
                 target.write(data)
         except OSError as error:
-            warn_once(f"captures are not kept in {self._folder}: {error}")
+            warn_once(f"cannot store captures in {self._folder}: {error}")
             return None
-        self._make_room(file)
+        self._remove_old(newest=file)
         return file
 
-    def _make_room(self, newest: Path) -> None:
-        """Removes what was not used for longest, until the rest fits; and what killed processes left."""
-        found: list[tuple[float, int, Path]] = []
+    def _remove_old(self, newest: Path) -> None:
+        """Remove the least recently used files beyond the size limit, and partial files of killed processes."""
+        files: list[tuple[float, int, Path]] = []
         for file in self._folder.glob("*.capture*"):
             with suppress(FileNotFoundError):
-                state = file.stat()
-                found.append((state.st_mtime, state.st_size, file))
+                status = file.stat()
+                files.append((status.st_mtime, status.st_size, file))
         for file in self._folder.glob(".*.capture.*.partial"):
             with suppress(OSError):
                 if time.time() - file.stat().st_mtime > _ABANDONED_S:
                     file.unlink()
-        total = sum(size for _, size, _ in found)
-        for _, size, file in sorted(found):
-            if total <= self._most_bytes or file == newest:
+        total = sum(size for _, size, _ in files)
+        for _, size, file in sorted(files):
+            if total <= self._max_bytes or file == newest:
                 break
             with suppress(OSError):
                 file.unlink()
             total -= size
-            LOG.info("removed the capture %s, the least recently used: there is room for %d", file, self._most_bytes)
+            LOG.info("removed the least recently used capture %s: the limit is %d bytes", file, self._max_bytes)
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether the file is this user's or the system's: a stranger's is not read."""
+    """Whether the file belongs to this user or to root. Files of other users are not read."""
     return not hasattr(os, "getuid") or file.stat().st_uid in (os.getuid(), 0)

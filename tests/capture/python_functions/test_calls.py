@@ -752,7 +752,7 @@ def test_a_wrong_alias_map_is_an_error() -> None:
             return [0, 1], [-1]
 
     text = refused(lambda m, x: Wrong.apply(x), "alias_input")
-    assert "1, the number of outputs" in text
+    assert "1 entries, one for each of forward's outputs" in text
 
 
 # Sizes

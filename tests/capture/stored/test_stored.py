@@ -1,4 +1,4 @@
-"""Captures on disk: what makes one serve again, and everything that must not."""
+"""Captures on disk are loaded if nothing has changed that the graph depends on, and only then."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ import onnxtrain
 import onnxtrain.frontend.engine
 from onnxtrain import ORTModule, log
 from onnxtrain.capture.key import executed_code, fingerprint
-from onnxtrain.capture.stored import cache, folder
+from onnxtrain.capture.stored import cache, entry, folder
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
 from onnxtrain.capture.structure import flatten_output
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -74,20 +74,20 @@ class Net(nn.Module):
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One element for each capture that is made and not read."""
-    made: list[int] = []
+    """A list with one element for each capture that is not loaded from disk."""
+    calls: list[int] = []
     original = onnxtrain.frontend.engine.capture
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        made.append(1)
+        calls.append(1)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(onnxtrain.frontend.engine, "capture", counting)
-    return made
+    return calls
 
 
 @pytest.fixture(autouse=True)
-def notices_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_logged_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "_logged", set())
 
 
@@ -97,25 +97,25 @@ def model(tmp_path: Path, make: Callable[[], nn.Module] = Net, **options: Any) -
 
 
 def values(module: nn.Module, x: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """The logits, and the gradient of each parameter that has one."""
+    """Return the logits, and the gradient of each parameter that has one."""
     output = module(x, **kwargs)
-    found = {"logits": output.logits}
+    results = {"logits": output.logits}
     if output.loss.requires_grad:
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        found |= dict(zip(named, torch.autograd.grad(output.loss, list(named.values())), strict=True))
-    return found
+        results |= dict(zip(named, torch.autograd.grad(output.loss, list(named.values())), strict=True))
+    return results
 
 
 def step(ort: ORTModule, x: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """One step, which gives eager's numbers."""
+    """Run one step, and compare it with eager."""
     torch.manual_seed(3)
     x = torch.randn(3, 4, dtype=next(ort.parameters()).dtype) if x is None else x
-    got, eager = values(ort, x, **kwargs), values(ort.module, x, **kwargs)
+    actual, eager = values(ort, x, **kwargs), values(ort.module, x, **kwargs)
     with torch.autocast("cpu", enabled=False):
         exact = values(copy.deepcopy(ort.module).double(), x.double(), **kwargs)
-    assert got.keys() == exact.keys()
+    assert actual.keys() == exact.keys()
     for name in exact:
-        assert_no_worse_than_eager(name, got[name], eager[name], exact[name])
+        assert_no_worse_than_eager(name, actual[name], eager[name], exact[name])
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -123,21 +123,21 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.everywhere
-def test_a_second_module_takes_the_capture_from_disk(tmp_path: Path, captures: list[int]) -> None:
+def test_a_second_module_loads_the_capture_from_disk(tmp_path: Path, captures: list[int]) -> None:
     step(model(tmp_path))
     assert len(files(tmp_path)) == len(captures) == 1
     assert (tmp_path / "captures").stat().st_mode & 0o777 == 0o700
-    again = model(tmp_path)
-    step(again)
+    second = model(tmp_path)
+    step(second)
     assert len(captures) == 1
-    for rows in (1, 2, 5):  # sizes stay open, and what the first capture did not prove is captured
-        step(again, torch.randn(rows, 4))
-    step(again, torch.randn(9, 4))  # a decision on sizes: another graph
+    for rows in (1, 2, 5):  # dynamic sizes; those that the first capture has not proven are captured
+        step(second, torch.randn(rows, 4))
+    step(second, torch.randn(9, 4))  # forward branches on this size: another graph
     assert not len(captures) > 3
 
 
-class ReturnsChanged(nn.Module):
-    """Returns views of an input that it changes in place, and the sum, which the option keep_outputs may drop."""
+class ReturnsMutated(nn.Module):
+    """Returns views of an input that it mutates, and the sum, which the option keep_outputs may drop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,19 +149,19 @@ class ReturnsChanged(nn.Module):
 
 
 @pytest.mark.parametrize("kept", [None, ("1", "2")])
-def test_views_of_a_changed_input_come_back(kept: tuple[str, ...] | None, tmp_path: Path, captures: list[int]) -> None:
+def test_views_of_a_mutated_input_are_stored(kept: tuple[str, ...] | None, tmp_path: Path, captures: list[int]) -> None:
     for rows in (3, 5):
         x = torch.randn(rows, 4)
-        _, whole, part = model(tmp_path, ReturnsChanged, keep_outputs=kept)(x)
-        assert whole is x
+        _, mutated, view = model(tmp_path, ReturnsMutated, keep_outputs=kept)(x)
+        assert mutated is x
         x.zero_()
-        assert part.shape == (rows - 1, 2)
-        assert not part.any()
+        assert view.shape == (rows - 1, 2)
+        assert not view.any()
     assert len(captures) == 1
 
 
 def changed(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
-    """Makes a network that differs."""
+    """Return a function that makes a changed network."""
 
     def make() -> nn.Module:
         net = Net()
@@ -193,13 +193,13 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "a class": lambda patch: Other,
     "a parameter's dtype": lambda patch: lambda: Net().double(),
     "a parameter that is frozen": lambda patch: changed(lambda net: net.first.weight.requires_grad_(False)),
-    "a parameter that is tied": lambda patch: changed(lambda net: setattr(net.first, "bias", None)),
+    "a parameter that is removed": lambda patch: changed(lambda net: setattr(net.first, "bias", None)),
     "a number in an object": lambda patch: changed(lambda net: setattr(net.settings, "slope", 0.2)),
     "a container in an object": lambda patch: changed(lambda net: net.settings.names.append("b")),
-    "an attribute over a class's": lambda patch: changed(lambda net: setattr(net, "offset", 0.75)),
+    "an attribute that shadows the class's": lambda patch: changed(lambda net: setattr(net, "offset", 0.75)),
     "a function in an attribute": lambda patch: changed(lambda net: setattr(net, "activation", torch.sigmoid)),
     "a lambda in an attribute": lambda patch: changed(lambda net: setattr(net, "activation", lambda x: x * 2)),
-    "evaluation": lambda patch: changed(lambda net: net.eval()),
+    "eval mode": lambda patch: changed(lambda net: net.eval()),
     "a constant of a class": lambda patch: patch.setattr(Net, "offset", 0.25),
     "a method": lambda patch: patch.setattr(Net, "inner", other_inner),
     "a wrapped method": lambda patch: patch.setattr(Net, "inner", wrapped(Net.inner, 2.0)),
@@ -216,14 +216,14 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", list(CHANGES))
-def test_what_changes_makes_another_capture(
-    what: str, tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_change_needs_another_capture(
+    change: str, tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step(model(tmp_path))
     step(model(tmp_path))
     assert len(captures) == 1
-    make = CHANGES[what](monkeypatch) or Net
+    make = CHANGES[change](monkeypatch) or Net
     step(model(tmp_path, make))
     assert len(captures) == 2
 
@@ -234,21 +234,21 @@ def at_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-SURROUNDINGS: dict[str, Callable[[], Any]] = {
-    "no gradients": torch.no_grad,
-    "inference": torch.inference_mode,
+GLOBAL_STATES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "other attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "another attention backend": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "a default dtype": contextlib.contextmanager(at_float64),
 }
 
 
-@pytest.mark.parametrize("what", list(SURROUNDINGS))
-def test_the_surroundings_count(what: str, tmp_path: Path, captures: list[int]) -> None:
+@pytest.mark.parametrize("state", list(GLOBAL_STATES))
+def test_another_global_state_needs_another_capture(state: str, tmp_path: Path, captures: list[int]) -> None:
     x = torch.randn(3, 4)
     step(model(tmp_path), x)
     net = Net()
-    with SURROUNDINGS[what]():
+    with GLOBAL_STATES[state]():
         for _ in range(2):
             ort = ORTModule(net, rng="torch", kernels="pytorch", cache_dir=tmp_path / "captures")
             ort(x)
@@ -256,18 +256,18 @@ def test_the_surroundings_count(what: str, tmp_path: Path, captures: list[int]) 
 
 
 def test_versions_change_with_the_sources_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version stays the same from one change to the next."""
+    """The version number of the package does not change with every change of its sources."""
     source = tmp_path / "inner" / "module.py"
     source.parent.mkdir()
     monkeypatch.setattr(onnxtrain, "__file__", str(tmp_path / "__init__.py"))
-    found = []
+    versions = []
     for text in ("x = 1", "x = 2", "x = 1"):
         source.write_text(text)
-        found.append(fingerprint.versions.__wrapped__())
-    assert found[0] == found[2] != found[1]
+        versions.append(fingerprint.versions.__wrapped__())
+    assert versions[0] == versions[2] != versions[1]
 
 
-def test_the_call_counts(tmp_path: Path, captures: list[int]) -> None:
+def test_another_kind_of_call_needs_another_capture(tmp_path: Path, captures: list[int]) -> None:
     step(model(tmp_path))
     step(model(tmp_path), double=True)
     step(model(tmp_path), torch.randn(3, 4).requires_grad_())
@@ -277,7 +277,7 @@ def test_the_call_counts(tmp_path: Path, captures: list[int]) -> None:
     assert len(captures) == 4
 
 
-# What is not kept
+# Captures that cannot be stored
 
 
 class Doubled(torch.autograd.Function):
@@ -318,37 +318,37 @@ def from_text() -> nn.Module:
     scope: dict[str, Any] = {"Net": Net}
     exec("class FromText(Net):\n    def inner(self, x): return super(FromText, self).inner(x) * 2", scope)
     scope["FromText"].inner.__globals__["FromText"] = scope["FromText"]
-    made: nn.Module = scope["FromText"]()
-    return made
+    module: nn.Module = scope["FromText"]()
+    return module
 
 
-NOT_KEPT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+NOT_STORABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a custom autograd function": (CallsFunction, "Python function"),
     "a global tensor": (ReadsGlobalTensor, "the global TABLE"),
     "a list of tensors": (HasTable, "Tensor"),
     "a variable": (ReadsVariable, "environ"),
-    "code in no file": (from_text, "not in a (module|file)"),
+    "code without a file": (from_text, "no module|no file|in no"),
 }
 
 
-@pytest.mark.parametrize("what", list(NOT_KEPT))
-def test_what_only_this_process_has_is_not_kept(
-    what: str, tmp_path: Path, captures: list[int], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("case", list(NOT_STORABLE))
+def test_a_capture_that_depends_on_this_process_is_not_stored(
+    case: str, tmp_path: Path, captures: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    make, reason = NOT_KEPT[what]
+    make, reason = NOT_STORABLE[case]
     caplog.set_level(logging.INFO, "onnxtrain")
     ort = model(tmp_path, make)
     step(ort)
     step(ort, torch.randn(9, 4))
-    said = [r.message for r in caplog.records if "not kept on disk" in r.message]
-    assert len(said) == 1
-    assert re.search(reason, said[0])
+    messages = [r.message for r in caplog.records if "not stored on disk" in r.message]
+    assert len(messages) == 1
+    assert re.search(reason, messages[0])
     assert not files(tmp_path)
     step(model(tmp_path, make))
     assert len(captures) == 3
 
 
-def test_a_file_that_changed_since_the_process_began_is_not_what_runs(
+def test_nothing_is_stored_if_a_source_file_changed_since_the_process_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executed_code, "_process_start", lambda: 0.0)
@@ -356,8 +356,8 @@ def test_a_file_that_changed_since_the_process_began_is_not_what_runs(
     assert not files(tmp_path)
 
 
-class Collections:
-    """A callback of the garbage collector that is no function."""
+class CollectionCounter:
+    """A callback of the garbage collector that is an object."""
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
         count_collection(phase, info)
@@ -370,8 +370,8 @@ def count_collection(phase: str, info: dict[str, int]) -> None:
     COLLECTIONS[0] += 1
 
 
-@pytest.mark.parametrize("callback", [count_collection, Collections()], ids=["function", "object"])
-def test_callbacks_of_the_garbage_collector_are_no_part_of_forward(
+@pytest.mark.parametrize("callback", [count_collection, CollectionCounter()], ids=["function", "object"])
+def test_callbacks_of_the_garbage_collector_do_not_count_as_code_of_forward(
     callback: Callable[..., None], tmp_path: Path, captures: list[int]
 ) -> None:
     before, thresholds = COLLECTIONS[0], gc.get_threshold()
@@ -387,100 +387,105 @@ def test_callbacks_of_the_garbage_collector_are_no_part_of_forward(
     assert len(captures) == 1
 
 
-def test_under_a_profiler_nothing_is_kept_and_it_goes_on(tmp_path: Path) -> None:
-    seen: list[str] = []
-    sys.setprofile(lambda frame, event, argument: seen.append(event))
+def test_under_a_profiler_nothing_is_stored_and_the_profiler_stays_on(tmp_path: Path) -> None:
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
     try:
         step(model(tmp_path))
         assert sys.getprofile() is not None
     finally:
         sys.setprofile(None)
-    assert seen
+    assert events
     assert not files(tmp_path)
 
 
 # The folder
 
 
-def damage(file: Path, how: str) -> None:
+def corrupt(file: Path, defect: str) -> None:
     data = file.read_bytes()
-    if how == "cut off":
+    if defect == "truncated":
         file.write_bytes(data[: len(data) // 2])
-    elif how == "empty":
+    elif defect == "empty":
         file.write_bytes(b"")
-    elif how == "other bytes":
+    elif defect == "other bytes":
         file.write_bytes(data.replace(b"leaky_relu", b"leaky_rely"))
     else:
         with zipfile.ZipFile(file) as archive:
             parts = {name: archive.read(name) for name in archive.namelist()}
         with zipfile.ZipFile(file, "w") as archive:
             for name, part in parts.items():
-                archive.writestr(name, part.replace(b'"form": 2', b'"form": 0') if how == "other form" else b"{")
+                other_format = part.replace(f'"format": {entry.FORMAT}'.encode(), b'"format": 0')
+                archive.writestr(name, other_format if defect == "another format" else b"{")
 
 
-@pytest.mark.parametrize("how", ["cut off", "empty", "other bytes", "other form", "no JSON"])
-def test_a_damaged_file_is_said_once_and_made_anew(
-    how: str, tmp_path: Path, captures: list[int], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("defect", ["truncated", "empty", "other bytes", "another format", "no JSON"])
+def test_a_corrupt_file_is_replaced_with_one_warning(
+    defect: str, tmp_path: Path, captures: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     step(model(tmp_path))
     (file,) = files(tmp_path)
-    damage(file, how)
+    corrupt(file, defect)
     caplog.set_level(logging.WARNING, "onnxtrain")
     for _ in range(2):
         step(model(tmp_path))
-    assert len(captures) == 2  # the file is whole again
-    assert sum("is damaged" in r.message for r in caplog.records) == 1
+    assert len(captures) == 2  # the second step has replaced the file
+    assert sum("is corrupt" in r.message for r in caplog.records) == 1
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_where_nothing_can_be_written_training_goes_on(
-    number: int, tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("error_code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_training_continues_if_no_file_can_be_written(
+    error_code: int,
+    tmp_path: Path,
+    captures: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def failing(file: Path) -> Any:
-        raise OSError(number, os.strerror(number), str(file))
+        raise OSError(error_code, os.strerror(error_code), str(file))
 
     monkeypatch.setattr(folder, "replacing", failing)
     caplog.set_level(logging.WARNING, "onnxtrain")
     for _ in range(2):
         step(model(tmp_path))
     assert len(captures) == 2
-    assert sum(os.strerror(number) in r.message for r in caplog.records) == 1
+    assert sum(os.strerror(error_code) in r.message for r in caplog.records) == 1
 
 
-def test_a_folder_that_is_a_file_is_no_end(tmp_path: Path, captures: list[int]) -> None:
+def test_training_continues_if_the_folder_is_a_file(tmp_path: Path, captures: list[int]) -> None:
     (tmp_path / "captures").write_text("")
     step(model(tmp_path))
     assert len(captures) == 1
 
 
-def test_a_strangers_file_is_not_read(tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_file_is_not_read(tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     step(model(tmp_path))
     (file,) = files(tmp_path)
-    monkeypatch.setattr(folder, "_is_ours", lambda found: found != file)
+    monkeypatch.setattr(folder, "_is_ours", lambda candidate: candidate != file)
     step(model(tmp_path))
     assert len(captures) == 2
 
 
-def test_the_least_recently_used_go(tmp_path: Path) -> None:
-    kept = folder.CaptureFolder(tmp_path, 250)
-    first, second = (kept.add(key, key.encode() * 100) for key in "ab")
+def test_the_least_recently_used_files_are_removed(tmp_path: Path) -> None:
+    stored = folder.CaptureFolder(tmp_path, 250)
+    first, second = (stored.add(key, key.encode() * 100) for key in "ab")
     assert first is not None
     assert second is not None
     os.utime(first, (1, 1))
     os.utime(second, (2, 2))
-    abandoned, young = tmp_path / ".c-1.capture.aa.partial", tmp_path / ".c-2.capture.bb.partial"
-    for file in (abandoned, young):
+    abandoned, recent = tmp_path / ".c-1.capture.aa.partial", tmp_path / ".c-2.capture.bb.partial"
+    for file in (abandoned, recent):
         file.write_bytes(b"x")
     os.utime(abandoned, (1, 1))
-    kept.used(first)
-    third = kept.add("c", b"c" * 100)
-    assert {*tmp_path.iterdir()} == {first, third, young}
-    kept.add("d", b"d" * 1000)  # larger than all there is room for: it is kept, alone
+    stored.mark_used(first)
+    third = stored.add("c", b"c" * 100)
+    assert {*tmp_path.iterdir()} == {first, third, recent}
+    stored.add("d", b"d" * 1000)  # larger than the limit: it stays as the only file
     assert [file.name[0] for file in tmp_path.glob("*.capture")] == ["d"]
 
 
-def test_names_that_an_entry_may_not_have(tmp_path: Path) -> None:
+def test_other_classes_than_containers_are_not_instantiated(tmp_path: Path) -> None:
     for name in ("subprocess:Popen", "os:system", "builtins:object", "nowhere:Class", "collections:OrderedDict.x"):
         with pytest.raises(ValueError, match=r"no (class|container)"):
             output_from_json({"names": [], "tree": ["node", name, ["tuple"], [], []]})
@@ -502,14 +507,14 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
     ],
     ids=lambda output: type(output).__name__,
 )
-def test_structures_come_back(output: Any) -> None:
+def test_structures_are_loaded_as_they_were_stored(output: Any) -> None:
     leaves, structure = flatten_output(output)
-    again = output_from_json(json.loads(json.dumps(output_to_json(structure))))
-    assert again == structure
-    assert again.names == structure.names
-    made = again.unflatten(leaves, ())
-    assert type(made) is type(output)
-    assert repr(made) == repr(output)
+    loaded = output_from_json(json.loads(json.dumps(output_to_json(structure))))
+    assert loaded == structure
+    assert loaded.names == structure.names
+    rebuilt = loaded.unflatten(leaves, ())
+    assert type(rebuilt) is type(output)
+    assert repr(rebuilt) == repr(output)
 
 
 # Processes
@@ -528,14 +533,14 @@ SCRIPT = """
             return self.linear(x) * FACTOR
 
     torch.manual_seed(0)
-    made = []
+    captures = []
     original = onnxtrain.frontend.engine.capture
-    onnxtrain.frontend.engine.capture = lambda *args, **kwargs: made.append(1) or original(*args, **kwargs)
+    onnxtrain.frontend.engine.capture = lambda *args, **kwargs: captures.append(1) or original(*args, **kwargs)
     net = Net()
     ort = ORTModule(net, kernels="pytorch", cache_dir=sys.argv[1])
     x = torch.randn(3, 4)
     assert torch.equal(ort(x), net(x))
-    print(len(made))
+    print(len(captures))
 """
 
 
@@ -550,9 +555,9 @@ def test_processes_share_captures_until_the_source_changes(tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("FACTOR", "2"))
     time.sleep(0.1)
-    at_once = [run(script, tmp_path / "captures") for _ in range(2)]
-    assert all(process.communicate()[0].strip() in ("0", "1") for process in at_once)
-    assert len(files(tmp_path)) == 1  # of the same bytes
+    concurrent = [run(script, tmp_path / "captures") for _ in range(2)]
+    assert all(process.communicate()[0].strip() in ("0", "1") for process in concurrent)
+    assert len(files(tmp_path)) == 1  # both write the same bytes
     assert run(script, tmp_path / "captures").communicate()[0].strip() == "0"
     script.write_text(textwrap.dedent(SCRIPT).replace("FACTOR", "3"))
     assert run(script, tmp_path / "captures").communicate()[0].strip() == "1"
@@ -567,37 +572,37 @@ KILL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", KILL)
-def test_a_process_that_is_killed_while_it_writes_spoils_nothing(moment: str, tmp_path: Path) -> None:
+def test_a_process_killed_while_it_writes_leaves_no_corrupt_file(moment: str, tmp_path: Path) -> None:
     source = textwrap.dedent(SCRIPT).replace("FACTOR", "2")
     script, killed = tmp_path / "script.py", tmp_path / "killed.py"
     script.write_text(source)
     kill = "import os, signal, onnxtrain.system.atomic_file\ndef kill(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
-    # It writes the entry of the other script: the path of a script is no part of what is kept.
+    # It writes the file of the other script, because the path of a script is not part of the key.
     killed.write_text(f"{kill}{KILL[moment]}\nimport runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')\n")
     time.sleep(0.1)
     process = run(killed, tmp_path / "captures")
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    left = len(files(tmp_path))
-    assert left == (moment == "before the name reaches the disk")
-    again = run(script, tmp_path / "captures")
-    assert (again.communicate()[0].strip(), again.returncode) == (str(1 - left), 0)
+    stored = len(files(tmp_path))
+    assert stored == (moment == "before the name reaches the disk")
+    second = run(script, tmp_path / "captures")
+    assert (second.communicate()[0].strip(), second.returncode) == (str(1 - stored), 0)
     assert run(script, tmp_path / "captures").communicate()[0].strip() == "0"
     assert len(files(tmp_path)) == 1
 
 
-@pytest.mark.parametrize(("limit", "left"), [(0, 1), (1024, 2)])
+@pytest.mark.parametrize(("limit", "remaining"), [(0, 1), (1024, 2)])
 def test_the_cache_limit_bounds_the_folder(
-    limit: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: int, remaining: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONNXTRAIN_CACHE_LIMIT_MB", str(limit))
     step(model(tmp_path))
     step(model(tmp_path), double=True)
-    assert len(files(tmp_path)) == left
+    assert len(files(tmp_path)) == remaining
 
 
-def test_modules_that_name_each_other_have_few_paths() -> None:
-    """`torch.nn.torch.nn.torch` and so on: to go into each again took MiniLM's capture 45 s and no end."""
+def test_modules_that_refer_to_each_other_have_few_paths() -> None:
+    """Without a limit, paths such as `torch.nn.torch.nn.torch` took more than 45 s in MiniLM's capture."""
     one, other = ModuleType("one"), ModuleType("other")
-    one.other, other.one = other, one  # type: ignore[attr-defined]  # modules take what they are given
+    one.other, other.one = other, one  # type: ignore[attr-defined]  # modules accept any attribute
     assert list(executed_code._paths("one", one, ("one", "other"))) == ["one", "one.other", "one.other.one"]
