@@ -67,7 +67,7 @@ from onnxtrain.torch_compat.fake_tensors import (
 )
 from onnxtrain.torch_compat.internal import refuse_if_lacking
 from onnxtrain.torch_compat.modes import autocast_disabled
-from onnxtrain.torch_compat.tracing import copies_without_bases, unread_samples_kept
+from onnxtrain.torch_compat.tracing import copies_without_bases, keep_unread_samples
 
 _PREFIX = "module."
 ForwardCall: TypeAlias = Callable[..., Any]
@@ -352,7 +352,7 @@ def _functionalize(program: ExportedProgram) -> ExportedProgram:
             without_reference_functions(_MISMATCHED_REFERENCES),
             copies_without_bases(),
             keep_buffer_copies(),
-            unread_samples_kept(),
+            keep_unread_samples(),
             tracing_shortcuts(),
             shape_shortcuts(),
         ):

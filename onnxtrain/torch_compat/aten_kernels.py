@@ -1,8 +1,8 @@
-"""Kernels of ATen without a public name, each with the formula that takes its place.
+"""Access ATen kernels without a public name, each with a formula as its fallback.
 
-At first use a kernel's schema is compared with the one that is called here: another order of arguments in a later
-PyTorch is found before it gives a wrong number. `agrees` compares the kernel with its formula on a few elements; the
-tests run it on each version, for running a kernel at import would start PyTorch's threads.
+At first use a kernel's schema is compared with the expected one: another order of arguments in a later PyTorch is
+detected before it leads to a wrong result. `agrees` compares the kernel with its formula on a few elements. Only the
+tests run it, on each version of PyTorch, because running a kernel at import would start PyTorch's threads.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ _ATEN = torch.ops.aten
 
 
 def _ramp(*shape: int) -> Tensor:
-    """Some small numbers, without drawing any."""
+    """Return a few small values, without using a random generator."""
     count = torch.Size(shape).numel()
     return torch.linspace(-1.0, 1.5, count, dtype=torch.float32).reshape(shape)
 
 
-def takes(overload: str, arguments: str, results: int = 1) -> Callable[[Any], bool]:
-    """Make a check of an operator's schema: the names of its first arguments, defaults for all others, its results.
+def has_schema(overload: str, arguments: str, results: int = 1) -> Callable[[Any], bool]:
+    """Make a check of an operator's schema; the other arguments must have defaults.
 
-    `overload` is "name" for the default overload, or "name.overload".
+    Args:
+        overload: "name" for the default overload, or "name.overload".
+        arguments: the names of the first arguments, separated by spaces.
+        results: the number of results.
     """
 
-    def check(found: Any) -> bool:
+    def check(part: Any) -> bool:
         packet, _, name = overload.partition(".")
         schema = getattr(
             getattr(_ATEN if hasattr(_ATEN, packet) else torch.ops.mkldnn, packet), name or "default"
@@ -45,9 +48,9 @@ def takes(overload: str, arguments: str, results: int = 1) -> Callable[[Any], bo
     return check
 
 
-def _agree(found: Callable[..., Any], formula: Callable[..., Any], *arguments: Any) -> bool:
+def _agrees(kernel: Callable[..., Any], formula: Callable[..., Any], *arguments: Any) -> bool:
     with torch.no_grad():
-        results, expected = found(*arguments), formula(*arguments)
+        results, expected = kernel(*arguments), formula(*arguments)
     pairs = zip(results, expected, strict=True) if isinstance(expected, tuple) else [(results, expected)]
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
@@ -72,21 +75,21 @@ def _probabilities() -> Tensor:
 softmax_grad = Internal[Callable[..., Tensor]](
     "softmax_grad",
     lambda: torch._softmax_backward_data,
-    why="softmax's gradient from its result, in one kernel",
-    without=_softmax_grad,
-    cost="softmax's gradient takes three kernels for one",
-    check=takes("_softmax_backward_data", "grad_output output dim input_dtype"),
-    agrees=lambda found: _agree(found, _softmax_grad, _ramp(2, 3), _probabilities(), 1, torch.float32),
+    why="computes softmax's gradient from its result in one kernel",
+    fallback=_softmax_grad,
+    cost="softmax's gradient takes three kernels instead of one",
+    check=has_schema("_softmax_backward_data", "grad_output output dim input_dtype"),
+    agrees=lambda part: _agrees(part, _softmax_grad, _ramp(2, 3), _probabilities(), 1, torch.float32),
 ).get()
 
 log_softmax_grad = Internal[Callable[..., Tensor]](
     "log_softmax_grad",
     lambda: torch._log_softmax_backward_data,
-    why="log_softmax's gradient from its result, in one kernel",
-    without=_log_softmax_grad,
-    cost="log_softmax's gradient takes three kernels for one",
-    check=takes("_log_softmax_backward_data", "grad_output output dim input_dtype"),
-    agrees=lambda found: _agree(found, _log_softmax_grad, _ramp(2, 3), _probabilities().log(), 1, torch.float32),
+    why="computes log_softmax's gradient from its result in one kernel",
+    fallback=_log_softmax_grad,
+    cost="log_softmax's gradient takes three kernels instead of one",
+    check=has_schema("_log_softmax_backward_data", "grad_output output dim input_dtype"),
+    agrees=lambda part: _agrees(part, _log_softmax_grad, _ramp(2, 3), _probabilities().log(), 1, torch.float32),
 ).get()
 
 
@@ -98,11 +101,11 @@ def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tens
 safe_softmax = Internal[Callable[..., Tensor]](
     "safe_softmax",
     lambda: _ATEN._safe_softmax.default,
-    why="softmax that gives 0 for a row of -inf, as attention's own",
-    without=_safe_softmax,
-    cost="two more kernels",
-    check=takes("_safe_softmax", "self dim"),
-    agrees=lambda found: _agree(found, _safe_softmax, torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]]), 1),
+    why="returns 0 for a row of -inf, as the softmax of attention does",
+    fallback=_safe_softmax,
+    cost="such a softmax takes two more kernels",
+    check=has_schema("_safe_softmax", "self dim"),
+    agrees=lambda part: _agrees(part, _safe_softmax, torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]]), 1),
 ).get()
 
 # Activations
@@ -119,62 +122,62 @@ def _prelu_grad(dy: Tensor, x: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
 prelu = Internal[Callable[..., Tensor]](
     "prelu",
     lambda: _ATEN._prelu_kernel.default,
-    why="torch.prelu takes slopes by channel only, ONNX's broadcast",
-    without=_prelu,
-    cost="PReLU takes three kernels for one",
-    check=takes("_prelu_kernel", "self weight"),
-    agrees=lambda found: _agree(found, _prelu, _ramp(2, 3), _ramp(2, 3)),
+    why="torch.prelu takes only slopes per channel; ONNX's broadcast",
+    fallback=_prelu,
+    cost="PReLU takes three kernels instead of one",
+    check=has_schema("_prelu_kernel", "self weight"),
+    agrees=lambda part: _agrees(part, _prelu, _ramp(2, 3), _ramp(2, 3)),
 ).get()
 
 prelu_grad = Internal[Callable[..., tuple[Tensor, Tensor]]](
     "prelu_grad",
     lambda: _ATEN._prelu_kernel_backward.default,
-    why="as prelu",
-    without=_prelu_grad,
-    cost="PReLU's gradient takes six kernels for one",
-    check=takes("_prelu_kernel_backward", "grad_output self weight", 2),
-    agrees=lambda found: _agree(found, _prelu_grad, _ramp(2, 3), _ramp(2, 3), _ramp(2, 3)),
+    why="see prelu",
+    fallback=_prelu_grad,
+    cost="PReLU's gradient takes six kernels instead of one",
+    check=has_schema("_prelu_kernel_backward", "grad_output self weight", 2),
+    agrees=lambda part: _agrees(part, _prelu_grad, _ramp(2, 3), _ramp(2, 3), _ramp(2, 3)),
 ).get()
 
 
-# Functions behind torch.nn.functional
+# Implementations of torch.nn.functional
 
 
-def _behind_functional(name: str) -> Callable[..., Any]:
-    """What a function of torch.nn.functional calls after it has checked its arguments in Python."""
+def _nn_function(name: str) -> Callable[..., Any]:
+    """Return the C++ function that a function of torch.nn.functional calls after checking its arguments in Python."""
     return Internal[Callable[..., Any]](
         f"nn.{name}",
         lambda: getattr(torch._C._nn, name),
         why="the function of torch.nn.functional checks its arguments in Python: about a microsecond a call",
-        without=getattr(_ATEN, name),
+        fallback=getattr(_ATEN, name),
         cost=f"each {name} takes about two microseconds longer",
         check=callable,
     ).get()
 
 
-adaptive_avg_pool2d = _behind_functional("adaptive_avg_pool2d")
-adaptive_avg_pool3d = _behind_functional("adaptive_avg_pool3d")
-adaptive_max_pool2d = _behind_functional("adaptive_max_pool2d")
-adaptive_max_pool3d = _behind_functional("adaptive_max_pool3d")
-avg_pool2d = _behind_functional("avg_pool2d")
-avg_pool3d = _behind_functional("avg_pool3d")
-binary_cross_entropy = _behind_functional("binary_cross_entropy")
-elu = _behind_functional("elu")
-glu = _behind_functional("glu")
-hardsigmoid = _behind_functional("hardsigmoid")
-hardswish = _behind_functional("hardswish")
-hardtanh = _behind_functional("hardtanh")
-huber_loss = _behind_functional("huber_loss")
-leaky_relu = _behind_functional("leaky_relu")
-max_pool2d_with_indices = _behind_functional("max_pool2d_with_indices")
-max_pool3d_with_indices = _behind_functional("max_pool3d_with_indices")
-mse_loss = _behind_functional("mse_loss")
-smooth_l1_loss = _behind_functional("smooth_l1_loss")
-soft_margin_loss = _behind_functional("soft_margin_loss")
-softplus = _behind_functional("softplus")
-softshrink = _behind_functional("softshrink")
+adaptive_avg_pool2d = _nn_function("adaptive_avg_pool2d")
+adaptive_avg_pool3d = _nn_function("adaptive_avg_pool3d")
+adaptive_max_pool2d = _nn_function("adaptive_max_pool2d")
+adaptive_max_pool3d = _nn_function("adaptive_max_pool3d")
+avg_pool2d = _nn_function("avg_pool2d")
+avg_pool3d = _nn_function("avg_pool3d")
+binary_cross_entropy = _nn_function("binary_cross_entropy")
+elu = _nn_function("elu")
+glu = _nn_function("glu")
+hardsigmoid = _nn_function("hardsigmoid")
+hardswish = _nn_function("hardswish")
+hardtanh = _nn_function("hardtanh")
+huber_loss = _nn_function("huber_loss")
+leaky_relu = _nn_function("leaky_relu")
+max_pool2d_with_indices = _nn_function("max_pool2d_with_indices")
+max_pool3d_with_indices = _nn_function("max_pool3d_with_indices")
+mse_loss = _nn_function("mse_loss")
+smooth_l1_loss = _nn_function("smooth_l1_loss")
+soft_margin_loss = _nn_function("soft_margin_loss")
+softplus = _nn_function("softplus")
+softshrink = _nn_function("softshrink")
 
-# Attention. Without these kernels attention is computed by its formula: `ATTENTION` asks.
+# Attention. If one of these kernels is missing, attention is computed by its formula (`has_cpu_flash`).
 
 
 def _qkv() -> tuple[Tensor, Tensor, Tensor]:
@@ -194,54 +197,54 @@ def _attention_grads(dy: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     return ds @ k, ds.mT @ q, p.mT @ dy
 
 
-def _cpu_flash_is_attention(found: Callable[..., Any]) -> bool:
-    return _agree(lambda *tensors: found(*tensors, 0.0, False, attn_mask=None, scale=None), _attention, *_qkv())
+def _cpu_flash_agrees(kernel: Callable[..., Any]) -> bool:
+    return _agrees(lambda *tensors: kernel(*tensors, 0.0, False, attn_mask=None, scale=None), _attention, *_qkv())
 
 
-def _cpu_flash_grad_is_its_gradient(found: Callable[..., Any]) -> bool:
+def _cpu_flash_grad_agrees(kernel: Callable[..., Any]) -> bool:
     y, logsumexp = _attention(*_qkv())
 
     def grads(dy: Tensor, *tensors: Tensor) -> Any:
-        return tuple(found(dy, *tensors, y, logsumexp, 0.0, False, attn_mask=None, scale=None))
+        return tuple(kernel(dy, *tensors, y, logsumexp, 0.0, False, attn_mask=None, scale=None))
 
-    return _agree(grads, _attention_grads, _qkv()[2], *_qkv())
+    return _agrees(grads, _attention_grads, _qkv()[2], *_qkv())
 
 
 CPU_FLASH = Internal[Callable[..., Any]](
     "cpu_flash",
     lambda: torch._scaled_dot_product_flash_attention_for_cpu,
-    why="flash attention with its logsumexp, which the public function keeps to itself",
-    without=missing("cpu_flash"),
-    cost="attention on CPUs holds all scores in memory",
-    check=takes("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal", 2),
-    agrees=_cpu_flash_is_attention,
+    why="returns flash attention's logsumexp, which the public function does not",
+    fallback=missing("cpu_flash"),
+    cost="attention on CPUs materializes all scores in memory",
+    check=has_schema("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal", 2),
+    agrees=_cpu_flash_agrees,
 )
 CPU_FLASH_GRAD = Internal[Callable[..., Any]](
     "cpu_flash_grad",
     lambda: _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
     why="the gradient of cpu_flash",
-    without=missing("cpu_flash_grad"),
+    fallback=missing("cpu_flash_grad"),
     cost="see cpu_flash",
-    check=takes(
+    check=has_schema(
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "grad_out query key value out logsumexp dropout_p is_causal",
         3,
     ),
-    agrees=_cpu_flash_grad_is_its_gradient,
+    agrees=_cpu_flash_grad_agrees,
 )
 SDP_CHOICE = Internal[Callable[..., int]](
     "sdp_choice",
     lambda: torch._fused_sdp_choice,
-    why="which kernel eager takes for an attention: it asks sizes, strides and the enabled backends",
-    without=missing("sdp_choice"),
+    why="tells which kernel eager chooses for attention, by sizes, strides and the enabled backends",
+    fallback=missing("sdp_choice"),
     cost="see cpu_flash",
-    check=takes("_fused_sdp_choice", "query key value attn_mask dropout_p is_causal"),
-    agrees=lambda found: isinstance(found(*_qkv(), None, 0.0, False, scale=None, enable_gqa=False), int),
+    check=has_schema("_fused_sdp_choice", "query key value attn_mask dropout_p is_causal"),
+    agrees=lambda part: isinstance(part(*_qkv(), None, 0.0, False, scale=None, enable_gqa=False), int),
 )
 
 
 def has_cpu_flash() -> bool:
-    """Whether flash attention on CPUs is there, forward and backward."""
+    """Whether this PyTorch has flash attention for CPUs, forward and backward."""
     return CPU_FLASH.is_available and CPU_FLASH_GRAD.is_available and SDP_CHOICE.is_available
 
 
@@ -250,9 +253,9 @@ gpu_flash = Internal[Callable[..., Any]](
     "gpu_flash",
     lambda: _ATEN._scaled_dot_product_flash_attention.default,
     why="flash attention on a GPU, with its logsumexp and the state of its dropout",
-    without=missing("gpu_flash"),
+    fallback=missing("gpu_flash"),
     cost=_WITHOUT_GPU_KERNEL,
-    check=takes(
+    check=has_schema(
         "_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale", 9
     ),
 )
@@ -260,9 +263,9 @@ gpu_flash_grad = Internal[Callable[..., Any]](
     "gpu_flash_grad",
     lambda: _ATEN._scaled_dot_product_flash_attention_backward.default,
     why="the gradient of gpu_flash",
-    without=missing("gpu_flash_grad"),
+    fallback=missing("gpu_flash_grad"),
     cost=_WITHOUT_GPU_KERNEL,
-    check=takes(
+    check=has_schema(
         "_scaled_dot_product_flash_attention_backward",
         "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
         "philox_offset scale",
@@ -273,9 +276,9 @@ gpu_efficient = Internal[Callable[..., Any]](
     "gpu_efficient",
     lambda: _ATEN._scaled_dot_product_efficient_attention.default,
     why="memory-efficient attention on a GPU, with its logsumexp and the state of its dropout",
-    without=missing("gpu_efficient"),
+    fallback=missing("gpu_efficient"),
     cost=_WITHOUT_GPU_KERNEL,
-    check=takes(
+    check=has_schema(
         "_scaled_dot_product_efficient_attention",
         "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
         4,
@@ -285,9 +288,9 @@ gpu_efficient_grad = Internal[Callable[..., Any]](
     "gpu_efficient_grad",
     lambda: _ATEN._scaled_dot_product_efficient_attention_backward.default,
     why="the gradient of gpu_efficient",
-    without=missing("gpu_efficient_grad"),
+    fallback=missing("gpu_efficient_grad"),
     cost=_WITHOUT_GPU_KERNEL,
-    check=takes(
+    check=has_schema(
         "_scaled_dot_product_efficient_attention_backward",
         "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask "
         "is_causal scale",
@@ -298,9 +301,9 @@ gpu_cudnn = Internal[Callable[..., Any]](
     "gpu_cudnn",
     lambda: _ATEN._scaled_dot_product_cudnn_attention.default,
     why="cuDNN's attention, with its logsumexp and the state of its dropout",
-    without=missing("gpu_cudnn"),
+    fallback=missing("gpu_cudnn"),
     cost=_WITHOUT_GPU_KERNEL,
-    check=takes(
+    check=has_schema(
         "_scaled_dot_product_cudnn_attention",
         "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
         9,
@@ -310,9 +313,9 @@ gpu_cudnn_grad = Internal[Callable[..., Any]](
     "gpu_cudnn_grad",
     lambda: _ATEN._scaled_dot_product_cudnn_attention_backward.default,
     why="the gradient of gpu_cudnn",
-    without=missing("gpu_cudnn_grad"),
+    fallback=missing("gpu_cudnn_grad"),
     cost=_WITHOUT_GPU_KERNEL,
-    check=takes(
+    check=has_schema(
         "_scaled_dot_product_cudnn_attention_backward",
         "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
         "dropout_p is_causal scale",
@@ -330,10 +333,10 @@ def has_gpu_attention() -> bool:
 varlen_flash = Internal[Callable[..., Any]](
     "varlen_flash",
     lambda: _ATEN._flash_attention_forward.default,
-    why="flash attention over packed sequences on a GPU, with its logsumexp and the state of its dropout",
-    without=missing("varlen_flash"),
+    why="computes flash attention over packed sequences on a GPU, with its logsumexp and the state of its dropout",
+    fallback=missing("varlen_flash"),
     cost="models whose batches are packed run in PyTorch on a GPU",
-    check=takes(
+    check=has_schema(
         "_flash_attention_forward",
         "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
         5,
@@ -343,9 +346,9 @@ varlen_flash_grad = Internal[Callable[..., Any]](
     "varlen_flash_grad",
     lambda: _ATEN._flash_attention_backward.default,
     why="the gradient of varlen_flash",
-    without=missing("varlen_flash_grad"),
+    fallback=missing("varlen_flash_grad"),
     cost="see varlen_flash",
-    check=takes(
+    check=has_schema(
         "_flash_attention_backward",
         "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused",
         3,
@@ -377,21 +380,21 @@ def _rms_norm_grad(
 fused_rms_norm = Internal[Callable[..., Any]](
     "fused_rms_norm",
     lambda: torch._fused_rms_norm,
-    why="RMSNorm and the inverse of its root in one kernel on a GPU",
-    without=_rms_norm,
-    cost="RMSNorm on a GPU takes six kernels for one",
-    check=takes("_fused_rms_norm", "input normalized_shape weight eps", 2),
-    agrees=lambda found: _agree(found, _rms_norm, _ramp(2, 4), (4,), _ramp(4), 1e-5),
+    why="computes RMSNorm and the inverse of its root in one kernel on a GPU",
+    fallback=_rms_norm,
+    cost="RMSNorm on a GPU takes six kernels instead of one",
+    check=has_schema("_fused_rms_norm", "input normalized_shape weight eps", 2),
+    agrees=lambda part: _agrees(part, _rms_norm, _ramp(2, 4), (4,), _ramp(4), 1e-5),
 ).get()
 fused_rms_norm_grad = Internal[Callable[..., Any]](
     "fused_rms_norm_grad",
     lambda: _ATEN._fused_rms_norm_backward.default,
     why="the gradient of fused_rms_norm",
-    without=_rms_norm_grad,
-    cost="the gradient of RMSNorm on a GPU takes ten kernels for one",
-    check=takes("_fused_rms_norm_backward", "grad_out input normalized_shape rstd weight output_mask", 2),
-    agrees=lambda found: _agree(
-        found, _rms_norm_grad, _ramp(2, 4), _ramp(2, 4), (4,), torch.ones(2, 1), _ramp(4), (True, True)
+    fallback=_rms_norm_grad,
+    cost="the gradient of RMSNorm on a GPU takes ten kernels instead of one",
+    check=has_schema("_fused_rms_norm_backward", "grad_out input normalized_shape rstd weight output_mask", 2),
+    agrees=lambda part: _agrees(
+        part, _rms_norm_grad, _ramp(2, 4), _ramp(2, 4), (4,), torch.ones(2, 1), _ramp(4), (True, True)
     ),
 ).get()
 
@@ -410,21 +413,21 @@ def _weight_norm_grad(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) 
 weight_norm = Internal[Callable[..., tuple[Tensor, Tensor]]](
     "weight_norm",
     lambda: torch._weight_norm_interface,
-    why="weight_norm with the norm that its gradient needs",
-    without=_weight_norm,
-    cost="weight_norm takes three kernels for one",
-    check=takes("_weight_norm_interface", "v g dim", 2),
-    agrees=lambda found: _agree(found, _weight_norm, _ramp(2, 3), _ramp(2, 1) + 3, 0),
+    why="also returns the norm that the gradient of weight_norm needs",
+    fallback=_weight_norm,
+    cost="weight_norm takes three kernels instead of one",
+    check=has_schema("_weight_norm_interface", "v g dim", 2),
+    agrees=lambda part: _agrees(part, _weight_norm, _ramp(2, 3), _ramp(2, 1) + 3, 0),
 ).get()
 weight_norm_grad = Internal[Callable[..., tuple[Tensor, Tensor]]](
     "weight_norm_grad",
     lambda: _ATEN._weight_norm_interface_backward.default,
     why="the gradient of weight_norm",
-    without=_weight_norm_grad,
-    cost="the gradient of weight_norm takes eight kernels for one",
-    check=takes("_weight_norm_interface_backward", "grad_w saved_v saved_g saved_norms dim", 2),
-    agrees=lambda found: _agree(
-        found,
+    fallback=_weight_norm_grad,
+    cost="the gradient of weight_norm takes eight kernels instead of one",
+    check=has_schema("_weight_norm_interface_backward", "grad_w saved_v saved_g saved_norms dim", 2),
+    agrees=lambda part: _agrees(
+        part,
         _weight_norm_grad,
         _ramp(2, 3) - 1,
         _ramp(2, 3),
@@ -444,19 +447,19 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 index_put = Internal[Callable[..., Tensor]](
     "index_put",
     lambda: _ATEN._index_put_impl_.default,
-    why="index_put_ that does not check its indices again: that waits for a GPU",
-    without=_index_put,
+    why="does not check the indices again as index_put_ does, which waits for a GPU",
+    fallback=_index_put,
     cost="gradients of indexing wait for the GPU",
-    check=takes("_index_put_impl_", "self indices values accumulate unsafe"),
-    agrees=lambda found: _agree(
-        lambda i: found(torch.zeros(3), [i], torch.ones(2), True, True),
+    check=has_schema("_index_put_impl_", "self indices values accumulate unsafe"),
+    agrees=lambda part: _agrees(
+        lambda i: part(torch.zeros(3), [i], torch.ones(2), True, True),
         lambda i: torch.tensor([0.0, 2.0, 0.0]),
         torch.tensor([1, 1]),
     ),
 ).get()
 
 
-def _adaptive_average_grad(dy: Tensor, x: Tensor) -> Tensor:
+def _adaptive_avg_pool_grad(dy: Tensor, x: Tensor) -> Tensor:
     with torch.enable_grad():
         leaf = torch.zeros_like(x, requires_grad=True)
         kernel = adaptive_avg_pool2d if dy.ndim == 4 else adaptive_avg_pool3d
@@ -466,20 +469,20 @@ def _adaptive_average_grad(dy: Tensor, x: Tensor) -> Tensor:
 adaptive_avg_pool2d_grad = Internal[Callable[[Tensor, Tensor], Tensor]](
     "adaptive_avg_pool2d_grad",
     lambda: _ATEN._adaptive_avg_pool2d_backward.default,
-    why="the pool's gradient without running the pool",
-    without=_adaptive_average_grad,
-    cost="the pool runs again in backward",
-    check=takes("_adaptive_avg_pool2d_backward", "grad_output self"),
-    agrees=lambda found: _agree(found, _adaptive_average_grad, _ramp(1, 1, 2, 2), _ramp(1, 1, 3, 4)),
+    why="computes the gradient without running the pooling again",
+    fallback=_adaptive_avg_pool_grad,
+    cost="the pooling runs again in backward",
+    check=has_schema("_adaptive_avg_pool2d_backward", "grad_output self"),
+    agrees=lambda part: _agrees(part, _adaptive_avg_pool_grad, _ramp(1, 1, 2, 2), _ramp(1, 1, 3, 4)),
 ).get()
 adaptive_avg_pool3d_grad = Internal[Callable[[Tensor, Tensor], Tensor]](
     "adaptive_avg_pool3d_grad",
     lambda: _ATEN._adaptive_avg_pool3d_backward.default,
-    why="the pool's gradient without running the pool",
-    without=_adaptive_average_grad,
-    cost="the pool runs again in backward",
-    check=takes("_adaptive_avg_pool3d_backward", "grad_output self"),
-    agrees=lambda found: _agree(found, _adaptive_average_grad, _ramp(1, 1, 2, 2, 1), _ramp(1, 1, 3, 4, 2)),
+    why="computes the gradient without running the pooling again",
+    fallback=_adaptive_avg_pool_grad,
+    cost="the pooling runs again in backward",
+    check=has_schema("_adaptive_avg_pool3d_backward", "grad_output self"),
+    agrees=lambda part: _agrees(part, _adaptive_avg_pool_grad, _ramp(1, 1, 2, 2, 1), _ramp(1, 1, 3, 4, 2)),
 ).get()
 
 # oneDNN
@@ -492,20 +495,20 @@ def _linear(a: Tensor, weight: Tensor, bias: Tensor | None, *fused: Any) -> Tens
 onednn_linear = Internal[Callable[..., Tensor]](
     "onednn_linear",
     lambda: torch.ops.mkldnn._linear_pointwise.default,
-    why="oneDNN's GEMM, also where PyTorch takes another library's",
-    without=_linear,
-    cost="GEMMs for which oneDNN is faster run in the library that PyTorch takes",
-    check=takes("_linear_pointwise", "X W B attr scalars algorithm"),
-    agrees=lambda found: (
+    why="runs oneDNN's GEMM where PyTorch chooses another library's",
+    fallback=_linear,
+    cost="GEMMs for which oneDNN is faster run in the library that PyTorch chooses",
+    check=has_schema("_linear_pointwise", "X W B attr scalars algorithm"),
+    agrees=lambda part: (
         not torch.backends.mkldnn.is_available()
-        or _agree(found, _linear, _ramp(2, 4), _ramp(3, 4), None, "none", [], "")
+        or _agrees(part, _linear, _ramp(2, 4), _ramp(3, 4), None, "none", [], "")
     ),
 ).get()
 onednn_has_bfloat16 = Internal[Callable[[], bool]](
     "onednn_has_bfloat16",
     lambda: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    why="whether eager takes oneDNN's LSTM for bfloat16",
-    without=lambda: False,
+    why="tells whether eager uses oneDNN's LSTM for bfloat16",
+    fallback=lambda: False,
     cost="LSTMs in bfloat16 run step by step",
-    check=lambda found: found() in (True, False),
+    check=lambda part: part() in (True, False),
 ).get()

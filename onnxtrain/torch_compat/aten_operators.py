@@ -1,4 +1,4 @@
-"""Operators of ATen without a public name, which the exporter's graphs hold."""
+"""Access ATen operators without a public name that occur in exported graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnxtrain.torch_compat.internal import required
 
 
 class _AbsentPacket:
-    """Stands in for an operator that this PyTorch lacks: each of its overloads is an object that no node calls."""
+    """The fallback for an operator that this PyTorch lacks: each overload is an object that no node calls."""
 
     def __getattr__(self, overload: str) -> object:
         return object()
@@ -22,8 +22,8 @@ def _packet(name: str) -> Any:
         f"aten::{name}",
         lambda: getattr(torch.ops.aten, name),
         why,
-        check=lambda found: "default" in found.overloads(),
-        without=_AbsentPacket(),
+        check=lambda part: "default" in part.overloads(),
+        fallback=_AbsentPacket(),
     )
 
 

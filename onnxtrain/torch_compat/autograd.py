@@ -1,4 +1,4 @@
-"""What autograd knows of a backward that is running, and of the context of a custom function."""
+"""Access the running backward and the contexts of custom functions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from onnxtrain.torch_compat.internal import Internal, missing, required
 _current_backward = Internal[Callable[[], int]](
     "current_backward",
     lambda: torch._C._current_graph_task_id,
-    why="tells two backwards through one forward apart, which may run at once",
-    without=lambda: -1,
+    why="distinguishes two backwards through one forward, which may run at the same time",
+    fallback=lambda: -1,
     cost="early_gradients has no effect: all gradients are released at the end of backward",
-    check=lambda found: found() == -1,
+    check=lambda part: part() == -1,
 )
 _queue_callback = Internal[Callable[[Callable[[], None]], None]](
     "queue_callback",
     lambda: Variable._execution_engine.queue_callback,
-    why="runs something when backward has ended, wherever it stopped; hooks of tensors do not",
-    without=lambda callback: None,
-    cost="early_gradients has no effect; the memory statistics say nothing after backward",
+    why="runs a callback when backward ends, wherever it stops; tensor hooks do not",
+    fallback=lambda callback: None,
+    cost="early_gradients has no effect; the memory statistics have no entry after backward",
     check=callable,
 )
 current_backward = _current_backward.get()
@@ -33,7 +33,7 @@ queue_callback = _queue_callback.get()
 
 
 def why_no_stages() -> str | None:
-    """Why backward cannot hand gradients over while it goes on; None where it can."""
+    """Return why backward cannot release gradients while it runs; None if it can."""
     lacking = [entry.name for entry in (_current_backward, _queue_callback) if not entry.is_available]
     return f"this PyTorch lacks {', '.join(lacking)}" if lacking else None
 
@@ -41,12 +41,12 @@ def why_no_stages() -> str | None:
 def _raising_views(message: bytes, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     node = torch._C._functions.DelayedError(message, len(tensors) + 1)
     with torch.no_grad():
-        *made, _ = node(*tensors, torch.empty(0, device=tensors[0].device).requires_grad_())
-    return made
+        *raising, _ = node(*tensors, torch.empty(0, device=tensors[0].device).requires_grad_())
+    return raising
 
 
 def _views_of_leaves(message: bytes, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Views of leaves of their own: autograd would end there in silence instead of raising."""
+    """Make views of new leaves, at which backward silently ends instead of raising."""
     with torch.enable_grad():
         return [t.detach().requires_grad_().view_as(t) for t in tensors]
 
@@ -59,9 +59,9 @@ def _gives_an_inner_node(found: Callable[[bytes, Sequence[torch.Tensor]], Sequen
 raising_views = Internal[Callable[[bytes, Sequence[torch.Tensor]], Sequence[torch.Tensor]]](
     "raising_views",
     lambda: _raising_views,
-    why="inputs for custom functions that require a gradient, may be changed, and let no backward past the function",
-    without=_views_of_leaves,
-    cost="a fault of onnxtrain that lets autograd past a custom function is not noticed",
+    why="makes inputs for custom functions that require a gradient, can be mutated, and raise if backward reaches them",
+    fallback=_views_of_leaves,
+    cost="a bug of onnxtrain that lets backward go beyond a custom function is not noticed",
     check=_gives_an_inner_node,
 ).get()
 
@@ -70,16 +70,16 @@ backward_class = Internal[Callable[[Any], Any]](
     "backward_class",
     lambda: attrgetter("_backward_cls"),
     why="the class of the contexts and grad_fn of a custom function",
-    without=missing("backward_class"),
+    fallback=missing("backward_class"),
     cost="modules with custom autograd functions run in PyTorch",
-    check=lambda found: isinstance(found(torch.autograd.Function), type),
+    check=lambda part: isinstance(part(torch.autograd.Function), type),
 ).get()
 
 
 def _call_directly(
     function: Any, backward: Callable[..., Any], boxed_backward: Callable[[Any, list[Any]], Any]
 ) -> None:
-    # PyTorch from 2.13 on passes cotangents in a list if asked to: a tuple holds them until backward ends.
+    # From 2.13 on, PyTorch can pass the cotangents in a list: a tuple would keep them alive until backward ends.
     function.boxed_grads_call = True
     function._backward_cls.apply = backward
     function._backward_cls.apply_boxed = boxed_backward
@@ -88,30 +88,30 @@ def _call_directly(
 call_backward_directly = Internal[Callable[[Any, Callable[..., Any], Callable[[Any, list[Any]], Any]], None]](
     "call_backward_directly",
     lambda: _call_directly,
-    why="autograd calls a Python function that looks for the function's backward, and for vjp and boxed gradients",
-    without=lambda function, backward, boxed_backward: None,
+    why="skips the Python wrapper by which autograd looks up backward, vjp and boxed gradients",
+    fallback=lambda function, backward, boxed_backward: None,
     cost="a backward takes about 4 us longer, and cotangents live until it ends",
-    check=lambda found: callable(backward_class(torch.autograd.Function).apply),
+    check=lambda part: callable(backward_class(torch.autograd.Function).apply),
 ).get()
 
 
-def _materializes_always(node: Any) -> bool:
+def _always_materializes(node: Any) -> bool:
     return True  # PyTorch's default
 
 
 materializes_non_differentiable = Internal[Callable[[Any], bool]](
     "materializes_non_differentiable",
     lambda: attrgetter("_materialize_non_diff_grads"),
-    why="whether a custom function gets zeros for the cotangents of outputs that are not differentiable",
-    without=_materializes_always,
+    why="tells whether a custom function gets zeros as the cotangents of non-differentiable outputs",
+    fallback=_always_materializes,
     cost="custom functions that set it get zeros instead of None",
-    check=lambda found: found(torch._C._FunctionBase()) is True,
+    check=lambda part: part(torch._C._FunctionBase()) is True,
 ).get()
 set_materialize_grads = Internal[Callable[[Any, bool], None]](
     "set_materialize_grads",
     lambda: torch._C._FunctionBase.materialize_grads.__set__,  # type: ignore[attr-defined]  # a C descriptor
-    why="contexts of captured functions remember what was set, which PyTorch does not let them read",
-    without=missing("set_materialize_grads"),
+    why="contexts of captured functions record the setting, which PyTorch does not let them read",
+    fallback=missing("set_materialize_grads"),
     cost="modules with custom autograd functions that set it run in PyTorch",
     check=callable,
 ).get()
@@ -119,6 +119,6 @@ set_materialize_grads = Internal[Callable[[Any, bool], None]](
 SingleLevelFunction: Any = required(
     "single_level_function",
     lambda: importlib.import_module("torch.autograd.function")._SingleLevelFunction,
-    "the class of PyTorch behind torch.autograd.Function, whose `apply` a capture replaces",
-    check=lambda found: issubclass(torch.autograd.Function, found),
+    "the base class of torch.autograd.Function, whose `apply` a capture replaces",
+    check=lambda part: issubclass(torch.autograd.Function, part),
 )

@@ -1,4 +1,4 @@
-"""Decompositions of composite operators, and the operators and tokens that functionalization introduces."""
+"""Access decompositions of composite operators, and the operators and tokens that functionalization introduces."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from onnxtrain.torch_compat.internal import Internal, can_be_entered, required
 auto_functionalized: Any = Internal[Any](
     "auto_functionalized",
     lambda: importlib.import_module("torch._higher_order_ops.auto_functionalize").auto_functionalized,
-    why="functionalization wraps custom operators that write to their arguments in it",
-    without=None,
+    why="functionalization wraps custom operators that mutate their arguments in it",
+    fallback=None,
     cost="modules that call such operators run in PyTorch",
-    check=lambda found: found.name() == "auto_functionalized",
+    check=lambda part: part.name() == "auto_functionalized",
 ).get()
 
 
@@ -27,16 +27,16 @@ decomposition_table: dict[Any, Callable[..., Any]] = Internal[Any](
     "decomposition_table",
     lambda: importlib.import_module("torch._decomp").decomposition_table,
     why="fake tensors look up PyTorch's reference functions there",
-    without={},
+    fallback={},
     cost="functionalization uses PyTorch's reference functions; modules with the losses whose functions fail run in "
     "PyTorch",
-    check=lambda found: callable(found[torch.ops.aten.addcmul.default]),
+    check=lambda part: callable(part[torch.ops.aten.addcmul.default]),
 ).get()
 
 
 @contextmanager
 def without_reference_functions(operators: Collection[Any]) -> Iterator[None]:
-    """Remove PyTorch's reference functions of these operators from its table, and put them back. For all threads."""
+    """Remove PyTorch's reference functions of these operators from its table for the context, for all threads."""
     removed = {op: decomposition_table.pop(op) for op in operators if op in decomposition_table}
     try:
         yield
@@ -52,10 +52,10 @@ def _find_composites() -> tuple[Callable[[], Any], Callable[[Any], bool], Callab
 all_composites, is_preservable_composite, decomposition_of_composite = Internal[Any](
     "composite_operators",
     _find_composites,
-    why="lists composite operators with their decompositions, those of other libraries too",
-    without=(tuple, lambda operator: False, lambda operator: operator.decompose),
+    why="lists composite operators with their decompositions, including those of other libraries",
+    fallback=(tuple, lambda operator: False, lambda operator: operator.decompose),
     cost="modules that call composite operators without a definition run in PyTorch",
-    check=lambda found: not found[1](torch.ops.aten.add.Tensor) and callable(found[2](torch.ops.aten.matmul.default)),
+    check=lambda part: not part[1](torch.ops.aten.add.Tensor) and callable(part[2](torch.ops.aten.matmul.default)),
 ).get()
 
 
@@ -75,15 +75,15 @@ def _find_effect_tokens() -> tuple[Any, Any]:
 _WITH_EFFECTS, _REMOVE_EFFECT_TOKENS = Internal[Any](
     "effect_tokens",
     _find_effect_tokens,
-    why="functionalization orders operators that check or print by tokens; a graph runs in order without them",
-    without=(None, None),
+    why="functionalization orders operators that check or print by tokens; a graph runs in order anyway",
+    fallback=(None, None),
     cost="modules that call such operators run in PyTorch",
-    check=lambda found: found[0].name() == "with_effects" and callable(found[1]),
+    check=lambda part: part[0].name() == "with_effects" and callable(part[1]),
 ).get()
 
 
 def without_effect_tokens(program: ExportedProgram) -> ExportedProgram:
-    """The program with plain calls of the operators that functionalization ordered by tokens."""
+    """Replace the calls that functionalization ordered by tokens by calls without tokens."""
     modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     if _WITH_EFFECTS is None or not any(node.target is _WITH_EFFECTS for m in modules for node in m.graph.nodes):
         return program
@@ -108,36 +108,36 @@ def _finds_kernels(found: tuple[Any, Callable[[Any], Callable[..., Any]], Callab
 _KERNELS = Internal[Any](
     "composite_python_kernels",
     _find_kernels,
-    why="gives the results of attention, linear and recurrent layers on fake tensors without running their parts",
-    without=None,
-    cost="a capture takes up to twice as long, and recurrent layers fix the number of steps",
+    why="computes the results of attention, linear and recurrent layers on fake tensors without decomposing them",
+    fallback=None,
+    cost="a capture takes up to twice as long, and recurrent layers specialize on the number of steps",
     check=_finds_kernels,
 )
 
 
 @contextmanager
-def composite_kernel(operator: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def composite_kernel(operator: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Replace the kernel with which the Python dispatcher runs a composite operator, for all threads.
 
     Args:
         operator: an OpOverload.
-        make: gives the new kernel, from the present one.
+        wrap: makes the new kernel from the current one.
     """
     if not _KERNELS.is_available:
         yield
         return
-    key, kernel_of, forget = _KERNELS.get()
+    key, kernel_of, clear_cache = _KERNELS.get()
     try:
-        with entry_replaced(operator.py_kernels, key, make(kernel_of(operator))):
-            forget(operator)
+        with entry_replaced(operator.py_kernels, key, wrap(kernel_of(operator))):
+            clear_cache(operator)
             yield
     finally:
-        forget(operator)
+        clear_cache(operator)
 
 
 @contextmanager
 def entry_replaced(table: Any, key: Any, value: Any) -> Iterator[None]:
-    """Give a key of a dictionary another value for a while."""
+    """Replace the value of a key of a dictionary inside the context."""
     before = table.get(key)
     table[key] = value
     try:

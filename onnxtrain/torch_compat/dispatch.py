@@ -1,4 +1,4 @@
-"""The state of PyTorch's dispatcher: autocast, modes, the profiler, registered kernels."""
+"""Access the state of PyTorch's dispatcher: autocast, modes, the profiler, registered kernels."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def _any_autocast_by_device() -> bool:
 is_any_autocast_enabled = Internal[Callable[[], bool]](
     "is_any_autocast_enabled",
     lambda: torch._C._is_any_autocast_enabled,
-    why="asked at every call; the public function asks for one device at a time",
-    without=_any_autocast_by_device,
-    cost="a call takes about a microsecond longer",
-    check=lambda found: found() == _any_autocast_by_device(),
+    why="called at every step; the public function tells for one device at a time",
+    fallback=_any_autocast_by_device,
+    cost="a step takes about a microsecond longer",
+    check=lambda part: part() == _any_autocast_by_device(),
 ).get()
 
 profiler_enabled = Internal[Callable[[], bool]](
     "profiler_enabled",
     lambda: torch._C._autograd._profiler_enabled,
-    why="programs name their nodes for the profiler only while it runs; there is no public question",
-    without=lambda: False,
-    cost="the profiler's table names ATen operators but no nodes",
-    check=lambda found: found() in (True, False),
+    why="programs name their nodes for the profiler only while it runs; no public function tells",
+    fallback=lambda: False,
+    cost="the profiler's table has ATen operators but no nodes",
+    check=lambda part: part() in (True, False),
 ).get()
 
 
@@ -46,10 +46,10 @@ def _no_function_modes() -> int:
 count_function_modes = Internal[Callable[[], int]](
     "count_function_modes",
     lambda: torch._C._len_torch_function_stack,
-    why="what custom autograd functions call must not go through the modes of whoever runs the graph",
-    without=_no_function_modes,
-    cost="modes of torch.overrides see the operators inside of custom autograd functions twice",
-    check=lambda found: found() >= 0,
+    why="operators inside a custom autograd function must not go through the modes of the graph's caller",
+    fallback=_no_function_modes,
+    cost="modes of torch.overrides see the operators inside custom autograd functions twice",
+    check=lambda part: part() >= 0,
 ).get()
 
 
@@ -64,14 +64,14 @@ def _returns_a_pushed_mode(_: object) -> bool:
 
 
 def _no_mode() -> Any:
-    raise AssertionError("there are no modes")  # count_function_modes says so
+    raise AssertionError("expected no function mode, because the fallback of count_function_modes returns 0")
 
 
 pop_function_mode = Internal[Callable[[], Any]](
     "pop_function_mode",
     lambda: torch._C._pop_torch_function_stack,
     why="see count_function_modes",
-    without=_no_mode,
+    fallback=_no_mode,
     cost="see count_function_modes",
     check=_returns_a_pushed_mode,
 ).get()
@@ -80,7 +80,7 @@ push_function_mode = Internal[Callable[[Any], None]](
     "push_function_mode",
     lambda: torch._C._push_on_torch_function_stack,
     why="see count_function_modes",
-    without=lambda mode: None,
+    fallback=lambda mode: None,
     cost="see count_function_modes",
     check=_returns_a_pushed_mode,
 ).get()
@@ -89,12 +89,11 @@ push_function_mode = Internal[Callable[[Any], None]](
 has_kernel_for_key = Internal[Callable[[str, str], bool]](
     "has_kernel_for_key",
     lambda: torch._C._dispatch_has_kernel_for_dispatch_key,
-    why="tells operators that are composed of others, which have no kernel of their own",
-    without=lambda name, key: False,
-    cost="operators that are composed of others are not decomposed; modules that call such run in PyTorch",
-    check=lambda found: (
-        found("aten::linear", "CompositeImplicitAutograd")
-        and not found("aten::add.Tensor", "CompositeImplicitAutograd")
+    why="tells composite operators, which have no kernel of their own",
+    fallback=lambda name, key: False,
+    cost="composite operators are not decomposed; modules that call them run in PyTorch",
+    check=lambda part: (
+        part("aten::linear", "CompositeImplicitAutograd") and not part("aten::add.Tensor", "CompositeImplicitAutograd")
     ),
 ).get()
 
@@ -104,17 +103,17 @@ def _find_device_context() -> Callable[[object], bool]:
     return lambda mode: isinstance(mode, device_context)
 
 
-def _is_called_device_context(mode: object) -> bool:
+def _is_named_device_context(mode: object) -> bool:
     return type(mode).__name__ == "DeviceContext"
 
 
 is_device_context = Internal[Callable[[object], bool]](
     "is_device_context",
     _find_device_context,
-    why="`with torch.device(...)` and torch.set_default_device hold in custom functions too, unlike other modes",
-    without=_is_called_device_context,
-    cost="they are told from other modes by the name of their class",
-    check=lambda found: not found(None),
+    why="`with torch.device(...)` and torch.set_default_device apply inside custom functions too, unlike other modes",
+    fallback=_is_named_device_context,
+    cost="they are distinguished from other modes by the name of their class",
+    check=lambda part: not part(None),
 ).get()
 
 
@@ -148,8 +147,8 @@ def _registers_fake(register: Callable[[torch.library.Library, str, Callable[...
 register_fake = Internal[Callable[[torch.library.Library, str, Callable[..., Any]], None]](
     "register_fake",
     _find_register_fake,
-    why="the public function asks Python's inspect for the caller, which looks through all files of all modules",
-    without=_register_publicly,
+    why="the public function calls Python's inspect to find its caller, which searches the files of all modules",
+    fallback=_register_publicly,
     cost="importing onnxtrain takes up to 40 ms longer; on 2.11 and 2.12 modules with ctc_loss or lstsq run in PyTorch",
     check=callable,
     agrees=_registers_fake,
@@ -163,10 +162,10 @@ def _has_no_fake(operator: str) -> bool:
 has_fake = Internal[Callable[[str], bool]](
     "has_fake",
     lambda: lambda operator: torch._library.simple_registry.singleton.find(operator).fake_impl.kernel is not None,
-    why="tells operators that PyTorch has shapes for by now; there is no public question",
-    without=_has_no_fake,
-    cost="our shapes of three operators take precedence over PyTorch's",
-    check=lambda found: not found("aten::add.Tensor"),
+    why="tells operators for which this PyTorch has a meta function; no public function tells",
+    fallback=_has_no_fake,
+    cost="onnxtrain's meta functions of three operators take precedence over PyTorch's",
+    check=lambda part: not part("aten::add.Tensor"),
 ).get()
 
 
@@ -178,8 +177,8 @@ def _is_not_recorded(found: Callable[[], AbstractContextManager[Any]]) -> bool:
 below_autograd = Internal[Callable[[], AbstractContextManager[Any]]](
     "below_autograd",
     lambda: torch._C._AutoDispatchBelowAutograd,
-    why="oneDNN's LSTM asks the grad mode what to keep, and is not to be recorded by autograd",
-    without=nullcontext,
-    cost="the LSTM's own tape is made and dropped",
+    why="oneDNN's LSTM saves values for backward only in grad mode, but autograd must not record it",
+    fallback=nullcontext,
+    cost="autograd records the LSTM, and the record is discarded",
     check=_is_not_recorded,
 ).get()

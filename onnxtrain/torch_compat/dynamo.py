@@ -1,4 +1,4 @@
-"""torch.compile's tracer: functions that it must leave alone, and errors after which it runs plain Python."""
+"""Configure torch.compile's tracer: functions that it must not trace, and errors after which it runs plain Python."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _skip_frames = Internal[Callable[[Callable[..., Any]], Callable[..., Any]]](
     "skip_frames",
     _find_skip,
     why="torch.compiler.disable does the same, but imports all of dynamo (0.9 s)",
-    without=torch.compiler.disable,
+    fallback=torch.compiler.disable,
     cost="importing onnxtrain takes a second longer",
     check=callable,
 )
 
 
 def untraced(function: _F) -> _F:
-    """Decorate a function that torch.compile leaves alone, and what it calls too: the module is a graph already."""
+    """Decorate a function that torch.compile must not trace, including its callees: the module is already a graph."""
     return cast(_F, _skip_frames.get()(function))
 
 
@@ -49,8 +49,8 @@ def _patch_of_suppressed_errors() -> AbstractContextManager[Any]:
 SUPPRESSED_ERRORS = Internal[Callable[[], AbstractContextManager[Any]]](
     "suppressed_errors",
     lambda: _patch_of_suppressed_errors,
-    why="what torch.compile itself cannot trace runs in Python; the option is documented, in a private module",
-    without=nullcontext,
-    cost="a part of a module that torch.compile cannot trace ends with its error",
-    check=lambda found: bool(torch._dynamo.config.suppress_errors) in (True, False),
+    why="code that torch.compile cannot trace runs in Python; the option is documented, in a private module",
+    fallback=nullcontext,
+    cost="a part of a module that torch.compile cannot trace raises its error",
+    check=lambda part: bool(torch._dynamo.config.suppress_errors) in (True, False),
 )

@@ -1,4 +1,4 @@
-"""Fake tensors and their modes, in which the capture runs operators for shapes and types."""
+"""Access fake tensors and their modes, in which a capture runs operators to learn shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 else:
     _why = "torch.export traces with fake tensors"
 
-    def _class(name, parent, without=Absent):
+    def _class(name, parent, fallback=Absent):
         find = lambda: getattr(importlib.import_module("torch._subclasses.fake_tensor"), name)
-        return required(name, find, _why, lambda found: issubclass(found, parent), without)
+        return required(name, find, _why, lambda part: issubclass(part, parent), fallback)
 
     FakeTensor, FakeTensorMode = _class("FakeTensor", torch.Tensor), _class("FakeTensorMode", TorchDispatchMode)
     DataDependentOutputException = _class("DataDependentOutputException", Exception, AbsentError)
@@ -39,36 +39,36 @@ def _from_module(name: str) -> Callable[[], Any]:
 inside_kernel: Callable[[FakeTensorMode], AbstractContextManager[Any]] = required(
     "inside_kernel",
     _from_module("in_kernel_invocation_manager"),
-    "makes a fake tensor of a meta tensor, as PyTorch does",
-    check=lambda found: takes(found, "fake_mode"),
+    "turns a meta tensor into a fake tensor, as PyTorch does",
+    check=lambda part: takes(part, "fake_mode"),
 )
 without_fakes: Callable[[], AbstractContextManager[Any]] = required(
     "without_fakes",
     _from_module("unset_fake_temporarily"),
-    "functions that read elements run on real tensors",
+    "runs functions that read elements on real tensors",
     check=can_be_entered,
 )
 fake_mode_of: Callable[[Sequence[torch.Tensor]], Any] = required(
     "fake_mode_of",
     lambda: importlib.import_module("torch._guards").detect_fake_mode,
     "the mode of the running capture",
-    check=lambda found: isinstance(found([]), FakeTensorMode | None),
+    check=lambda part: isinstance(part([]), FakeTensorMode | None),
 )
 contiguous_strides: Callable[[Sequence[Any]], tuple[Any, ...]] = required(
     "contiguous_strides",
     lambda: importlib.import_module("torch._prims_common").make_contiguous_strides_for,
-    "strides of symbolic sizes as PyTorch writes them: the same expressions compare equal",
-    check=lambda found: tuple(found((2, 3, 4))) == (12, 4, 1),
+    "computes strides of symbolic sizes as PyTorch does, so that their expressions compare equal",
+    check=lambda part: tuple(part((2, 3, 4))) == (12, 4, 1),
 )
 
 
 has_symbolic_sizes = Internal[Callable[[torch.Tensor], bool]](
     "has_symbolic_sizes",
     lambda: attrgetter("_has_symbolic_sizes_strides"),
-    why="PyTorch takes other ways for tensors with symbolic sizes; asked for each result on fake tensors",
-    without=lambda tensor: any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride())),
+    why="PyTorch treats tensors with symbolic sizes differently; called for each result on fake tensors",
+    fallback=lambda tensor: any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride())),
     cost="a capture takes somewhat longer",
-    check=lambda found: found(torch.empty(2)) is False,
+    check=lambda part: part(torch.empty(2)) is False,
 ).get()
 
 
@@ -80,8 +80,8 @@ def _find_gradient_modes() -> tuple[Any, Any]:
 FunctionalTensorMode, dispatch_functionalize = Internal[Any](
     "functional_tensors",
     _find_gradient_modes,
-    why="makes the traced gradient of an operator functional",
-    without=(None, None),
+    why="functionalizes the traced gradient of an operator",
+    fallback=(None, None),
     cost="operators without a definition get their gradients from autograd at run time",
-    check=lambda found: issubclass(found[0], TorchDispatchMode) and callable(found[1]),
+    check=lambda part: issubclass(part[0], TorchDispatchMode) and callable(part[1]),
 ).get()

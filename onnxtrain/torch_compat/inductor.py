@@ -1,4 +1,4 @@
-"""AOTInductor, which compiles a region of a program to a library, and what runs such a library."""
+"""Access AOTInductor, which compiles a region of a program to a library, and the runners of such libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from onnxtrain.torch_compat.internal import Internal
 
 
-def _without(name: str) -> Callable[..., Any]:
+def _refuse(name: str) -> Callable[..., Any]:
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError(f"this PyTorch lacks {name}")
 
@@ -22,15 +22,15 @@ COMPILE_PACKAGE = Internal[Callable[..., Any]](
     "compile_package",
     lambda: importlib.import_module("torch._inductor").aoti_compile_and_package,
     why="documented, but in a private module",
-    without=_without("torch._inductor.aoti_compile_and_package"),
+    fallback=_refuse("torch._inductor.aoti_compile_and_package"),
     cost="operators are not fused to compiled regions",
     check=callable,
 )
 CPU_RUNNER = Internal[Callable[..., Any]](
     "cpu_runner",
     lambda: torch._C._aoti.AOTIModelContainerRunnerCpu,
-    why="the documented loader makes tensors of a folder that it unpacks: some 100 us a call",
-    without=_without("torch._C._aoti"),
+    why="the documented loader unpacks its file and adds some 100 us to each call",
+    fallback=_refuse("torch._C._aoti"),
     cost="operators are not fused to compiled regions",
     check=callable,
 )
@@ -38,7 +38,7 @@ CUDA_RUNNER = Internal[Callable[..., Any]](
     "cuda_runner",
     lambda: torch._C._aoti.AOTIModelContainerRunnerCuda,
     why="see cpu_runner",
-    without=_without("torch._C._aoti"),
+    fallback=_refuse("torch._C._aoti"),
     cost="operators are not fused to compiled regions on a GPU",
     check=callable,
 )

@@ -1,9 +1,9 @@
-"""An entry of the package: one private part of PyTorch.
+"""Define the entries of this package, each of which wraps one private part of PyTorch.
 
-    softmax_grad = Internal("softmax_grad", lambda: torch._softmax_backward_data, why=..., without=..., cost=...).get()
+    softmax_grad = Internal("softmax_grad", lambda: torch._softmax_backward_data, why=..., fallback=..., cost=...).get()
 
-ONNXTRAIN_WITHOUT_INTERNALS="softmax_grad,cpu_flash" uses the replacements of these entries, as on a PyTorch that lacks
-them; "all" those of every entry that is not required. The tests run so.
+ONNXTRAIN_WITHOUT_INTERNALS="softmax_grad,cpu_flash" uses the fallbacks of these entries, as on a PyTorch that lacks
+them; "all" uses those of every entry that is not required. Tests run with it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from onnxtrain.log import LOG
 T = TypeVar("T")
 
 VARIABLE = "ONNXTRAIN_WITHOUT_INTERNALS"
-ENTRIES: dict[str, Internal[Any]] = {}  # all that have been imported, by name
+ENTRIES: dict[str, Internal[Any]] = {}  # the entries of all imported modules, by name
 
 
 class Absent:
-    """Stands in for a class that this PyTorch lacks: it has no instances."""
+    """The fallback for a class that this PyTorch lacks. It has no instances."""
 
 
 class AbsentError(Exception):
-    """Stands in for an exception that this PyTorch lacks: it is never raised."""
+    """The fallback for an exception that this PyTorch lacks. It is never raised."""
 
 
 class Internal(Generic[T]):
     """One private part of PyTorch.
 
     Args:
-        name: of the entry.
-        find: gets it from PyTorch; raises ImportError or AttributeError where it is not there.
-        why: what it is used for, and why no public part will do.
-        without: what takes its place: a slower way to the same result, or `missing(name)`.
-        cost: what users notice without it.
-        versions: where PyTorch has had it under this name.
+        name: the name of the entry.
+        find: gets the part from PyTorch; raises ImportError or AttributeError if it does not exist.
+        why: what the part is used for, and why no public one serves the purpose.
+        fallback: a slower implementation with the same results, or `missing(name)`.
+        cost: what users notice if the fallback is used.
+        versions: the versions of PyTorch that have the part under this name.
         required: whether no module can be captured without it; all then run in PyTorch (`refuse_if_lacking`).
-        check: raises or returns False if it does not behave as expected. Runs at first use, in microseconds.
-        agrees: compares it with `without` on an example; run by the tests, on each version of PyTorch.
+        check: raises or returns False if the part does not behave as expected. Runs at first use, in microseconds.
+        agrees: compares the part with the fallback on an example; run by the tests, on each version of PyTorch.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Internal(Generic[T]):
         find: Callable[[], T],
         *,
         why: str,
-        without: T,
+        fallback: T,
         cost: str,
         versions: str = "2.11 to 2.13",
         required: bool = False,
@@ -60,41 +60,41 @@ class Internal(Generic[T]):
         agrees: Callable[[T], bool] | None = None,
     ) -> None:
         assert name not in ENTRIES, f"the entry {name} is defined twice"
-        self.name, self.why, self.without, self.cost, self.versions = name, why, without, cost, versions
+        self.name, self.why, self.fallback, self.cost, self.versions = name, why, fallback, cost, versions
         self._find, self._check, self.agrees, self.required = find, check, agrees, required
         self._resolved: tuple[T] | None = None
         self.fault = ""
         ENTRIES[name] = self
 
     def get(self) -> T:
-        """The private part, or what takes its place. Resolved once: bind the result where it is called often."""
+        """Return the private part, or the fallback. Resolved once: bind the result if it is called often."""
         if self._resolved is None:
             self._resolved = (self._resolve(),)
         return self._resolved[0]
 
     @property
     def is_available(self) -> bool:
-        """Whether `get` gives PyTorch's own."""
+        """Whether `get` returns PyTorch's own part, not the fallback."""
         self.get()
         return not self.fault
 
     def _resolve(self) -> T:
         if _is_switched_off(self):
             self.fault = f"switched off by {VARIABLE}"
-            return self.without
+            return self.fallback
         try:
-            found = self._find()
-            if self._check(found):
-                return found
+            part = self._find()
+            if self._check(part):
+                return part
             self.fault = "it does not behave as expected"
         except Exception as error:  # noqa: BLE001  a private part may fail in any way
             self.fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         LOG.info("PyTorch's %s is not used (%s): %s", self.name, self.fault, self.cost)
-        return self.without
+        return self.fallback
 
 
 def missing(name: str) -> Callable[..., Any]:
-    """What takes the place of a part without which there is no graph: calling it lets the module run in PyTorch."""
+    """Make the fallback for a part without which there is no graph: a call of it makes the module run in PyTorch."""
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise CaptureError(
@@ -106,10 +106,10 @@ def missing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def required(name: str, find: Callable[[], T], why: str, check: Callable[[T], bool], without: Any = Absent) -> T:
-    """Get a private part without which no module can be captured."""
+def required(name: str, find: Callable[[], T], why: str, check: Callable[[T], bool], fallback: Any = Absent) -> T:
+    """Return a private part without which no module can be captured."""
     cost = "every module runs in PyTorch"
-    return Internal[T](name, find, why=why, without=without, cost=cost, required=True, check=check).get()
+    return Internal[T](name, find, why=why, fallback=fallback, cost=cost, required=True, check=check).get()
 
 
 def can_be_entered(make: Callable[[], AbstractContextManager[Any]]) -> bool:
@@ -122,7 +122,7 @@ def refuse_if_lacking() -> None:
     """Check that this PyTorch has every private part that each capture needs.
 
     Raises:
-        CaptureError: names those that it lacks.
+        CaptureError: PyTorch lacks some; the error names them.
     """
     lacking = sorted(entry.name for entry in ENTRIES.values() if entry.required and not entry.is_available)
     if lacking:

@@ -1,4 +1,4 @@
-"""Modes and switches of PyTorch that a captured graph depends on, and the modes in which the capture runs operators."""
+"""Access modes and global settings that a graph depends on, and modes in which a capture runs operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
         "dispatch_mode",
         lambda: importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode,
         "sees the operators that an operator or a user's function calls; documented, in a private module",
-        check=lambda found: callable(found.__torch_dispatch__),
+        check=lambda part: callable(part.__torch_dispatch__),
     )
 
 
@@ -34,19 +34,19 @@ def _find_modes() -> tuple[Callable[[], Sequence[Any]], Callable[[], Sequence[An
 function_modes, dispatch_modes = required(
     "mode_stacks",
     _find_modes,
-    "a module inside a mode of torch.overrides or torch.utils runs in PyTorch, which the mode sees",
-    check=lambda found: all(isinstance(stack(), list) for stack in found),
-    without=(tuple, tuple),
+    "a module inside a mode of torch.overrides or torch.utils runs in PyTorch, so that the mode sees its operators",
+    check=lambda part: all(isinstance(stack(), list) for stack in part),
+    fallback=(tuple, tuple),
 )
 
 
 count_dispatch_modes = Internal[Callable[[], int]](
     "count_dispatch_modes",
     lambda: torch._C._len_torch_dispatch_stack,
-    why="asked at every call: 0.05 us instead of 2",
-    without=lambda: len(dispatch_modes()),
-    cost="a call takes about two microseconds longer",
-    check=lambda found: found() == len(dispatch_modes()),
+    why="called at every step: takes 0.05 us instead of 2",
+    fallback=lambda: len(dispatch_modes()),
+    cost="a step takes about two microseconds longer",
+    check=lambda part: part() == len(dispatch_modes()),
 ).get()
 
 # torch.func
@@ -54,9 +54,9 @@ count_dispatch_modes = Internal[Callable[[], int]](
 _TRANSFORMS = required(
     "functorch_transforms",
     lambda: (torch._C._functorch.maybe_current_level, torch._C._are_functorch_transforms_active),
-    "a module inside vmap, grad or jvp runs in PyTorch; nothing public tells",
-    check=lambda found: isinstance(found[0](), int | None) and isinstance(found[1](), bool),
-    without=(lambda: None, lambda: False),
+    "a module inside vmap, grad or jvp runs in PyTorch; no public function tells",
+    check=lambda part: isinstance(part[0](), int | None) and isinstance(part[1](), bool),
+    fallback=(lambda: None, lambda: False),
 )
 transform_level: Callable[[], int | None] = _TRANSFORMS[0]
 is_inside_transform: Callable[[], bool] = _TRANSFORMS[1]
@@ -65,9 +65,9 @@ is_inside_transform: Callable[[], bool] = _TRANSFORMS[1]
 is_transformed = required(
     "functorch_values",
     lambda: torch._C._functorch.is_functorch_wrapped_tensor,
-    "tensors inside vmap, grad or jvp are values of the transform, without a storage; nothing public tells",
-    check=lambda found: not found(torch.empty(0)),
-    without=lambda tensor: False,
+    "tensors inside vmap, grad or jvp belong to the transform, and have no storage; no public function tells",
+    check=lambda part: not part(torch.empty(0)),
+    fallback=lambda tensor: False,
 )
 
 
@@ -78,9 +78,9 @@ def _forward_ad_level() -> int:
 forward_ad_level = required(
     "forward_ad_level",
     lambda: _forward_ad_level,
-    "a module under forward-mode differentiation runs in PyTorch; nothing public tells",
-    check=lambda found: isinstance(found(), int),
-    without=lambda: -1,
+    "a module under forward-mode differentiation runs in PyTorch; no public function tells",
+    check=lambda part: isinstance(part(), int),
+    fallback=lambda: -1,
 )
 
 
@@ -92,13 +92,13 @@ def _find_layers() -> tuple[Callable[[], int], Callable[[int], None]]:
 transform_depth, leave_transforms = Internal[Any](
     "transform_layers",
     _find_layers,
-    why="a graph of dynamo enters and leaves transforms by calls; an error between them leaves them entered",
-    without=(lambda: 0, lambda depth: None),
+    why="a graph of torch.compile enters and leaves transforms by calls; an error in between leaves them entered",
+    fallback=(lambda: 0, lambda depth: None),
     cost="after an error in a graph of torch.compile that calls torch.func, the thread stays inside the transform",
-    check=lambda found: found[0]() >= 0 and callable(found[1]),
+    check=lambda part: part[0]() >= 0 and callable(part[1]),
 ).get()
 
-# Switches
+# Global settings
 
 
 def _public_switches() -> tuple[Hashable, ...]:
@@ -131,10 +131,10 @@ def _find_switches() -> Callable[[], tuple[Hashable, ...]]:
 kernel_switches = Internal[Callable[[], tuple[Hashable, ...]]](
     "kernel_switches",
     _find_switches,
-    why="read at every call; the public functions are Python around the same",
-    without=_public_switches,
-    cost="a call takes about a microsecond longer",
-    check=lambda found: found() == _public_switches(),
+    why="called at every step; the public functions are Python wrappers of the same",
+    fallback=_public_switches,
+    cost="a step takes about a microsecond longer",
+    check=lambda part: part() == _public_switches(),
 ).get()
 
 # Autocast
@@ -145,7 +145,6 @@ def _find_autocast_inside() -> Callable[[str], tuple[AbstractContextManager[Any]
     keys = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
     def inside(device: str) -> tuple[AbstractContextManager[Any], ...]:
-        # mypy: both guards are context managers of C++
         return exclude(keys[device], False), include(keys[device])
 
     return inside
@@ -161,7 +160,7 @@ def _casts(found: Callable[[str], tuple[AbstractContextManager[Any], ...]]) -> b
 autocast_inside_operators = required(
     "autocast_inside_operators",
     _find_autocast_inside,
-    "functionalization switches autocast off below operators, where composite operators cast",
+    "functionalization switches autocast off inside operators, where composite operators cast",
     check=_casts,
 )
 
@@ -176,8 +175,8 @@ autocast_disabled = Internal[Callable[[], AbstractContextManager[Any]]](
     "autocast_disabled",
     lambda: torch._C._DisableAutocast,
     why="the public context manager is for one device",
-    without=nullcontext,
-    cost="gradients of operators without a definition may be traced with casts, and run in PyTorch then",
+    fallback=nullcontext,
+    cost="gradients of operators without a definition may be traced with casts, and then run in PyTorch",
     check=_casts_nothing,
 ).get()
 
@@ -190,10 +189,10 @@ def _find_autocast_calls() -> tuple[Any, Any]:
 enter_autocast, exit_autocast = Internal[Any](
     "autocast_calls",
     _find_autocast_calls,
-    why="graphs of torch.compile enter and leave autocast by calls of them",
-    without=(None, None),
+    why="graphs of torch.compile call them to enter and leave autocast",
+    fallback=(None, None),
     cost="graphs of torch.compile with autocast inside run in PyTorch",
-    check=lambda found: all(map(callable, found)),
+    check=lambda part: all(map(callable, part)),
 ).get()
 
 # Hooks
@@ -206,8 +205,8 @@ def _top_saved_tensors_hooks() -> Any:
 has_saved_tensors_hooks = Internal[Callable[[], bool]](
     "has_saved_tensors_hooks",
     lambda: lambda: _top_saved_tensors_hooks() is not None,
-    why="whether hooks on saved tensors have to be held off from fake tensors; whether a checkpoint reruns the module",
-    without=lambda: True,
-    cost="they are held off at every capture; a module that returns token-level results runs with padding",
-    check=lambda found: isinstance(found(), bool),
+    why="tells whether saved-tensor hooks must be kept from fake tensors, and whether a checkpoint reruns the module",
+    fallback=lambda: True,
+    cost="hooks are disabled at every capture; a module that returns token-level results runs with padding",
+    check=lambda part: isinstance(part(), bool),
 ).get()

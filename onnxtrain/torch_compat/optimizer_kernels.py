@@ -1,4 +1,4 @@
-"""PyTorch's kernels over lists of tensors (foreach, fused optimizers, gradient scaling), each with its formula."""
+"""Access PyTorch's kernels for lists of tensors (foreach, fused optimizers, gradient scaling), with formulas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.torch_compat.aten_kernels import takes
+from onnxtrain.torch_compat.aten_kernels import has_schema
 from onnxtrain.torch_compat.internal import Internal
 
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
@@ -84,9 +84,9 @@ def _fused(name: str, find: Callable[[], Any], is_decoupled: bool) -> Callable[.
         name,
         find,
         why="one kernel for all parameters; the public functions decay differently and count steps per parameter",
-        without=formula,
+        fallback=formula,
         cost="an optimizer step takes about ten kernels per parameter",
-        check=takes(f"_{name}_", _ADAM_ARGUMENTS, results=0),
+        check=has_schema(f"_{name}_", _ADAM_ARGUMENTS, results=0),
         agrees=_adam_agrees(formula),
     ).get()
 
@@ -112,9 +112,9 @@ foreach_zero = Internal[Callable[[Tensors], None]](
     "foreach_zero",
     lambda: torch._foreach_zero_,
     why="one kernel for all tensors",
-    without=_zero,
+    fallback=_zero,
     cost="one kernel per tensor",
-    check=takes("_foreach_zero_", "self", results=0),
+    check=has_schema("_foreach_zero_", "self", results=0),
     agrees=lambda kernel: _elements_after(kernel, 1.0, 2.0) == [[0.0, 0.0], [0.0, 0.0]],
 ).get()
 
@@ -135,9 +135,9 @@ foreach_copy = Internal[Callable[[Tensors, Tensors], None]](
     "foreach_copy",
     lambda: torch._foreach_copy_,
     why="one kernel for all tensors",
-    without=_copy,
+    fallback=_copy,
     cost="one kernel per tensor",
-    check=takes("_foreach_copy_", "self src", results=0),
+    check=has_schema("_foreach_copy_", "self src", results=0),
     agrees=_copies,
 ).get()
 
@@ -155,9 +155,9 @@ foreach_multiply = Internal[Callable[[Tensors, float], None]](
     "foreach_multiply",
     lambda: _foreach_multiply,
     why="one kernel for all tensors",
-    without=_multiply,
+    fallback=_multiply,
     cost="one kernel per tensor",
-    check=takes("_foreach_mul_.Scalar", "self scalar", results=0),
+    check=has_schema("_foreach_mul_.Scalar", "self scalar", results=0),
     agrees=lambda kernel: _elements_after(lambda tensors: kernel(tensors, 3.0), 1.0) == [[3.0, -6.0]],
 ).get()
 
@@ -174,9 +174,9 @@ foreach_norm = Internal[Callable[[Tensors, torch.dtype], Sequence[torch.Tensor]]
     "foreach_norm",
     lambda: _foreach_norm,
     why="the 2-norms of all tensors in one kernel",
-    without=_norms,
+    fallback=_norms,
     cost="one kernel per tensor",
-    check=takes("_foreach_norm.Scalar", "self ord dtype"),
+    check=has_schema("_foreach_norm.Scalar", "self ord dtype"),
     agrees=lambda norms: torch.allclose(
         torch.stack([*norms(_tensors(1.0, 3.0), torch.float64)]), torch.stack(_norms(_tensors(1.0, 3.0), torch.float64))
     ),
@@ -202,8 +202,8 @@ check_and_unscale = Internal[Callable[[Tensors, torch.Tensor, torch.Tensor], Non
     "check_and_unscale",
     lambda: torch._amp_foreach_non_finite_check_and_unscale_,
     why="GradScaler's kernel: unscales and checks all gradients in one pass",
-    without=_check_and_unscale,
+    fallback=_check_and_unscale,
     cost="several kernels per gradient",
-    check=takes("_amp_foreach_non_finite_check_and_unscale_", "self found_inf inv_scale", results=0),
+    check=has_schema("_amp_foreach_non_finite_check_and_unscale_", "self found_inf inv_scale", results=0),
     agrees=_unscale_agrees,
 ).get()

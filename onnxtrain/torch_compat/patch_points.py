@@ -1,8 +1,8 @@
-"""All attributes of PyTorch that a capture replaces while it runs, for its own thread, and puts back at its end.
+"""List all attributes of PyTorch that a capture replaces, on its own thread, and restores at its end.
 
     with CREATE_NODE.wrapped(lambda original: …), TENSOR_BOOL.replaced_in_thread(answer): …
 
-A point that this PyTorch lacks is left out if nothing depends on it but time; else no module is captured.
+An attribute that this PyTorch lacks is skipped if replacing it only saves time; otherwise no module is captured.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PatchPoint:
     Args:
         path: the module, then the attribute: "torch.fx.proxy:TracerBase.create_node".
         why: the reason for replacing it.
-        cost: what users notice where it is missing; None: no module can be captured without it.
-        parameters: the parameters of a Python function that its replacement passes by position.
+        cost: what users notice if PyTorch lacks it; None if no module can be captured without it.
+        parameters: names of the parameters of a Python function that its replacement passes by position.
     """
 
     def __init__(self, path: str, why: str, cost: str | None = None, parameters: str = "") -> None:
@@ -37,7 +37,7 @@ class PatchPoint:
             f"patch of {path}",
             self._find,
             why=why,
-            without=None,
+            fallback=None,
             cost=cost or "every module runs in PyTorch",
             required=cost is None,
             check=self._is_as_expected,
@@ -59,31 +59,31 @@ class PatchPoint:
 
     @property
     def original(self) -> Any:
-        """The attribute as it is now; None where this PyTorch lacks it."""
-        found = self._entry.get()
-        return None if found is None else _attribute(*found)
+        """The current value of the attribute; None if this PyTorch lacks it."""
+        location = self._entry.get()
+        return None if location is None else _attribute(*location)
 
-    def wrapped(self, make: Callable[[Any], Any]) -> AbstractContextManager[None]:
-        """Replace the attribute by what `make` gives for it, in all threads: `make` asks for its thread."""
-        found = self._entry.get()
-        if found is None:
+    def wrapped(self, wrap: Callable[[Any], Any]) -> AbstractContextManager[None]:
+        """Replace the attribute by `wrap(original)` for all threads; the wrapper must check which thread calls it."""
+        location = self._entry.get()
+        if location is None:
             return nullcontext()
-        owner, name = found
-        return replaced(owner, name, make(_attribute(owner, name)))
+        owner, name = location
+        return replaced(owner, name, wrap(_attribute(owner, name)))
 
     def replaced_in_thread(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
-        """Replace the attribute, a function, by another on this thread."""
+        """Replace the attribute, a function, on this thread."""
         return self.wrapped(lambda original: in_thread(function, original))
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """An attribute of a class or module, or the builtin that a module calls by this name."""
+    """Return an attribute of a class or module, or the builtin that a module calls by this name."""
     return getattr(owner, name) if hasattr(owner, name) else getattr(builtins, name)
 
 
 _LONGER = "a capture takes longer"
 
-# What a capture has to see
+# Patches without which a capture would be wrong
 
 FUNCTION_APPLY = PatchPoint(
     "torch.autograd.function:_SingleLevelFunction.apply",
@@ -95,46 +95,46 @@ FUNCTION_IN_TRANSFORM = PatchPoint(
 )
 CHECKPOINT_GENERATOR = PatchPoint(
     "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
-    "notes which operators run in a checkpoint, which are recomputed",
-    "checkpoints of the user are not recomputed",
+    "records which operators run in a checkpoint and are recomputed",
+    "operators inside the user's checkpoints are not recomputed",
     parameters="fn",
 )
 CREATE_ARGUMENT = PatchPoint(
     "torch.fx.experimental.proxy_tensor:PythonKeyTracer.create_arg",
-    "the tracer makes a constant of a parameter that the module does not hold, which would not train",
+    "the tracer makes a constant of a parameter that is not the module's, which would not be trained",
     parameters="self a",
 )
 CREATE_NODE = PatchPoint(
     "torch.fx.proxy:TracerBase.create_node",
-    "notes at each call whether gradients are on, and one line of the user's code instead of a whole traceback",
+    "records at each call whether grad mode is on, and the user's source line instead of a full traceback",
     parameters="self kind target args kwargs",
 )
-TENSOR_DATA = PatchPoint("torch:Tensor.data", "the trace loses where the result of `tensor.data` comes from")
-TENSOR_BOOL = PatchPoint("torch:Tensor.__bool__", "a Python decision by the elements of a tensor becomes a guard")
+TENSOR_DATA = PatchPoint("torch:Tensor.data", "the trace does not record which tensor `tensor.data` was read from")
+TENSOR_BOOL = PatchPoint("torch:Tensor.__bool__", "a Python branch on the elements of a tensor becomes a guard")
 TENSOR_READS = tuple(
     PatchPoint(f"torch:Tensor.{name}", "a tensor from outside the module that is read as a Python number is a constant")
     for name in ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
 )
 FILL_DIAGONAL = PatchPoint(
-    "torch:Tensor.fill_diagonal_", "it takes the diagonal by strides, which functionalization does not follow"
+    "torch:Tensor.fill_diagonal_", "it uses the tensor's strides, which functionalization ignores"
 )
 MODULE_GETATTRIBUTE = PatchPoint(
     "torch.nn:Module.__getattribute__", "a capture depends on the attributes that forward reads"
 )
 NEW_FAKE_TENSOR = PatchPoint(
     "torch._subclasses.fake_tensor:FakeTensor.__new__",
-    "finds tensors that forward leaves outside the module",
+    "finds tensors that forward stores outside the module",
     parameters="cls",
 )
 EVALUATE_SIZES = PatchPoint(
     "torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_expr",
-    "a decision by sizes in the user's code is a guard",
+    "a branch on sizes in the user's code is a guard",
     parameters="self orig_expr",
 )
 SIZE_COMPARISONS = tuple(
     PatchPoint(
         f"torch:SymInt.{name}",
-        "an operator's flag may be `size > 1`, and takes no symbolic bool",
+        "a bool argument of an operator may be `size > 1`, and must not be symbolic",
         parameters="self other",
     )
     for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
@@ -145,24 +145,24 @@ SIZE_TEXTS = tuple(
 )
 BUFFER_COPIES = PatchPoint(
     "torch.export.exported_program:_remove_unnecessary_copy_op_pass",
-    "it replaces a buffer by what is copied into it, of whatever shape and dtype that is",
+    "it replaces a buffer by the tensor copied into it, even of another shape and dtype",
     parameters="gm new_graph_signature",
 )
 EXPORT_PRINT = PatchPoint(
     "torch.export._trace:print", "torch.export prints the graph of a forward that it cannot trace", "it is printed"
 )
-# Before 2.13: how a loss broadcasts its weight, as numbers.
+# Before 2.13, losses broadcast their weights with it.
 INFER_SIZE = (
-    PatchPoint("torch.nn.functional:_infer_size", "it takes sizes for numbers, and fixes them")
+    PatchPoint("torch.nn.functional:_infer_size", "it converts sizes to ints, and so specializes on them")
     if hasattr(torch.nn.functional, "_infer_size")
     else None
 )
 
-# Work that nobody reads
+# Patches that skip work whose results are not used
 
 FAKE_DISPATCH = PatchPoint(
     "torch._subclasses.fake_tensor:FakeTensorMode.dispatch",
-    "gives the types of frequent results without PyTorch's reference functions",
+    "computes the results of frequent operators without PyTorch's reference functions",
     "a capture takes twice as long",
     "self func types args kwargs",
 )
@@ -174,7 +174,7 @@ EXPORT_MODULE = PatchPoint(
 )
 TENSOR_METADATA = PatchPoint(
     "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata",
-    "contiguity is asked and never read",
+    "the contiguity it computes is never read",
     _LONGER,
     "result",
 )
@@ -191,23 +191,23 @@ SIZE_ARITHMETIC = {
 }  # fmt: skip
 UNBACKED_BINDINGS = PatchPoint(
     "torch.export._trace:_replace_unbacked_bindings",
-    "all results are searched for data-dependent sizes, where a graph has none",
+    "it searches all results for data-dependent sizes, even if the graph has none",
     _LONGER,
     "gm",
 )
 EXPORT_PYTREE = PatchPoint(
-    "torch.export._trace:pytree", "the module names at each node are shortened node by node", _LONGER
+    "torch.export._trace:pytree", "it shortens the module names node by node", _LONGER
 )
-RECOMPILE = PatchPoint("torch.fx:GraphModule.recompile", "only the graph is read", _LONGER, "self")
+RECOMPILE = PatchPoint("torch.fx:GraphModule.recompile", "only the graph is read, not its Python source", _LONGER, "self")
 
-# What a graph would not repeat
+# Calls whose effect a graph would not repeat
 
 HOOK_REGISTRATIONS = [
     PatchPoint(f"torch:Tensor.{name}", "a hook on a tensor inside forward would be lost: refused")
     for name in ("register_hook", "retain_grad")
 ]
 RANDOM_STATES = [
-    PatchPoint(f"{module}:{name}", "a seed that forward sets would be set once: refused")
+    PatchPoint(f"{module}:{name}", "a seed that forward sets would be set once, during the capture: refused")
     for module, names in (
         ("torch", ("manual_seed", "set_rng_state")),
         ("torch.random", ("manual_seed", "set_rng_state", "fork_rng")),

@@ -1,4 +1,4 @@
-"""PyTorch's pytrees, where users register their containers for torch.export and torch.compile."""
+"""Access PyTorch's pytrees, where users register their containers for torch.export and torch.compile."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def _function(name: str) -> Callable[..., Any]:
     return Internal[Callable[..., Any]](
         f"pytree.{name}",
         lambda: getattr(importlib.import_module("torch.utils._pytree"), name),
-        why="containers that users registered with PyTorch are known to its own pytrees only",
-        without=missing(f"pytree.{name}"),
+        why="only PyTorch's own pytrees know the containers that users registered with PyTorch",
+        fallback=missing(f"pytree.{name}"),
         cost="every module runs in PyTorch",
         required=True,
         check=callable,
@@ -31,7 +31,7 @@ tree_unflatten = _function("tree_unflatten")
 registered_containers: dict[type, Any] = required(
     "pytree.registered_containers",
     lambda: importlib.import_module("torch.utils._pytree").SUPPORTED_NODES,
-    "the containers that users registered, and how they are taken apart",
-    check=lambda found: {dict, list, tuple} <= found.keys(),
-    without={},
+    "the containers that users registered, with their flatten and unflatten functions",
+    check=lambda part: {dict, list, tuple} <= part.keys(),
+    fallback={},
 )

@@ -1,4 +1,4 @@
-"""Replace functions of PyTorch for the thread that captures, and put them back afterwards."""
+"""Replace functions of PyTorch for the capturing thread, and restore them afterwards."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute of a module or class another value, for all threads: `value` asks for its thread.
+    """Replace an attribute of a module or class for all threads; `value` must check which thread calls it.
 
-    The capture lock must be held: two threads that end in another order than they began would leave a value behind.
+    The caller must hold the capture lock: two threads that exit in another order than they entered would leave a
+    replacement behind.
     """
-    own = name in owner.__dict__
+    is_own = name in owner.__dict__  # else inherited, or a builtin
     before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own:
+        if is_own:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
 
 
-def replaced_in_thread(owner: Any, name: str, changed: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Let a function of a module or class be `changed` on this thread."""
-    return replaced(owner, name, in_thread(changed, getattr(owner, name)))
+def replaced_in_thread(owner: Any, name: str, replacement: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Replace a function of a module or class on this thread."""
+    return replaced(owner, name, in_thread(replacement, getattr(owner, name)))
 
 
-def in_thread(changed: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is `changed` on this thread, and `original` on all others."""
+def in_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that calls `replacement` on this thread, and `original` on all others."""
     owner = threading.get_ident()
 
     @wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return (changed if threading.get_ident() == owner else original)(*args, **kwargs)
+        return (replacement if threading.get_ident() == owner else original)(*args, **kwargs)
 
     return function

@@ -1,4 +1,4 @@
-"""PyTorch's symbolic sizes: expressions of sympy, with functions and ranges of PyTorch's own."""
+"""Access PyTorch's symbolic sizes: sympy expressions with PyTorch's own functions and ranges."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from onnxtrain.torch_compat.internal import Internal, required
 functions: types.ModuleType = required(
     "sympy_functions",
     lambda: importlib.import_module("torch.utils._sympy.functions"),
-    "symbolic sizes hold functions (FloorDiv, Mod, FloatTrueDiv) that guards and graphs compute in their own words",
-    check=lambda found: found.FloorDiv(sympy.Integer(7), sympy.Integer(2)) == 3,
-    without=types.ModuleType("functions"),
+    "symbolic sizes contain functions (FloorDiv, Mod, FloatTrueDiv) that guards and graphs must compute",
+    check=lambda part: part.FloorDiv(sympy.Integer(7), sympy.Integer(2)) == 3,
+    fallback=types.ModuleType("functions"),
 )
 
 
 int_oo: Any = required(
     "int_oo",
     lambda: importlib.import_module("torch.utils._sympy.numbers").int_oo,
-    "the upper bound of a size that has none",
-    check=lambda found: bool(found > sympy.Integer(2) ** 64),
-    without=sympy.oo,
+    "the upper bound of an unbounded size",
+    check=lambda part: bool(part > sympy.Integer(2) ** 64),
+    fallback=sympy.oo,
 )
 
 
 PythonPrinter: Any = required(
     "python_printer",
     lambda: importlib.import_module("torch.utils._sympy.printers").PythonPrinter,
-    "guards are Python source made from symbolic sizes",
-    check=lambda found: found().doprint(sympy.Integer(3)) == "3",
+    "prints the Python source of guards from symbolic sizes",
+    check=lambda part: part().doprint(sympy.Integer(3)) == "3",
 )
 
 
@@ -50,19 +50,19 @@ def _find_kinds() -> tuple[Any, Any, Any]:
 _KINDS = required(
     "symbol_kinds",
     _find_kinds,
-    "tells symbols whose values only tensor elements determine (nonzero) from those of dimensions; no public question",
-    check=lambda found: found[0](sympy.Symbol("u0"), found[1]) and not found[0](sympy.Symbol("s0"), found[1]),
-    without=(lambda symbol, kind: False, None, None),
+    "tells symbols whose values depend on tensor elements (nonzero) from those of dimensions; no public function does",
+    check=lambda part: part[0](sympy.Symbol("u0"), part[1]) and not part[0](sympy.Symbol("s0"), part[1]),
+    fallback=(lambda symbol, kind: False, None, None),
 )
 
 
 def is_data_dependent(symbol: sympy.Symbol) -> bool:
-    """Whether a symbol stands for a size that only tensor elements determine, as that of `x.nonzero()`."""
+    """Whether a symbol stands for a size that depends on tensor elements, as that of `x.nonzero()` does."""
     return bool(_KINDS[0](symbol, _KINDS[1]))
 
 
 def has_data_dependent_symbols(env: ShapeEnv) -> bool:
-    """Whether a shape environment holds an int or float that only tensor elements determine."""
+    """Whether a shape environment has a symbolic int or float that depends on tensor elements."""
     return any(_KINDS[0](symbol, _KINDS[2]) for symbol in env.var_to_range)
 
 
@@ -74,61 +74,61 @@ def _find_bounds() -> tuple[Any, Any]:
 _RANGES = required(
     "value_ranges",
     _find_bounds,
-    "a capture with data-dependent sizes is right where all that was assumed of them follows from their ranges",
-    check=lambda found: found[1](sympy.Symbol("u0") + 1, {sympy.Symbol("u0"): found[0](0, 5)}) == found[0](1, 6),
-    without=(None, None),
+    "a capture with data-dependent sizes is valid if all assumptions on them follow from their ranges",
+    check=lambda part: part[1](sympy.Symbol("u0") + 1, {sympy.Symbol("u0"): part[0](0, 5)}) == part[0](1, 6),
+    fallback=(None, None),
 )
 
 
 def size_range(largest: int | None = None) -> Any:
-    """The range of a size of which nothing is known but its upper bound, if that is."""
+    """Return the range of a size of which at most an upper bound is known."""
     return _RANGES[0](0, int_oo if largest is None else largest)
 
 
 def is_always_true(expr: Any, ranges: Mapping[Any, Any]) -> bool:
-    """Whether a condition holds for all values in these ranges of its symbols."""
+    """Whether a condition is true for all values of its symbols in these ranges."""
     return bool(_RANGES[1](expr, ranges) == _RANGES[0].wrap(sympy.true))
 
 
 def _example() -> Any:
-    """The node of a size that is known to be 3."""
+    """Make the node of a size that is statically 3."""
     return SymNode(sympy.Integer(3), ShapeEnv(), int, 3)
 
 
 node_expression = Internal[Callable[[Any], Any]](
     "node_expression",
     lambda: attrgetter("_expr"),
-    why="the expression as traced; the public one replaces symbols by what they were found equal to, which adds guards",
-    without=attrgetter("expr"),
-    cost="modules that fix a size of an input run in PyTorch",
+    why="the expression as traced; the public property replaces symbols by equal ones, which adds guards",
+    fallback=attrgetter("expr"),
+    cost="modules that specialize on a size of an input run in PyTorch",
     check=lambda read: read(_example()) == 3,
 ).get()
 
 
 def unreplaced_expression(size: torch.SymInt) -> Any:
-    """The expression of a size as it was traced."""
+    """Return the expression of a size as it was traced, without replaced symbols."""
     return node_expression(size.node)
 
 
 hint_of = Internal[Callable[[Any], Any]](
     "hint_of",
     lambda: attrgetter("_hint"),
-    why="the example value of a size's node, read at each operation on sizes; the public property computes",
-    without=attrgetter("hint"),
+    why="the example value of a size's node, read at each operation on sizes; the public property computes it",
+    fallback=attrgetter("hint"),
     cost="a capture takes somewhat longer",
     check=lambda read: read(_example()) == 3,
 ).get()
 
 
-def _statically(env: Any, expr: Any) -> Any:
+def _evaluate_statically(env: Any, expr: Any) -> Any:
     return env._maybe_evaluate_static(expr)
 
 
 static_value = Internal[Callable[[Any, Any], Any]](
     "static_value",
-    lambda: _statically,
-    why="whether an expression follows from what is known of sizes, without a guard",
-    without=lambda env, expr: None,
+    lambda: _evaluate_statically,
+    why="evaluates an expression from what is statically known of sizes, without a guard",
+    fallback=lambda env, expr: None,
     cost="fewer composite operators are decomposed and fewer gradients traced: they run as ATen nodes",
-    check=lambda found: bool(found(ShapeEnv(), sympy.true)),
+    check=lambda part: bool(part(ShapeEnv(), sympy.true)),
 ).get()

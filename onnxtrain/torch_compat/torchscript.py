@@ -1,4 +1,4 @@
-"""The exporter of TorchScript graphs to ONNX (`torch.onnx.export(dynamo=False)`), which takes modules only."""
+"""Export TorchScript graphs to ONNX; `torch.onnx.export(dynamo=False)` exports only modules."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _find_exporter() -> Callable[[torch.Graph, OperatorExportTypes, int], bytes]
 EXPORT_GRAPH = Internal[Callable[[torch.Graph, OperatorExportTypes, int], bytes]](
     "export_torchscript_graph",
     _find_exporter,
-    why="onnxruntime.training exported graphs that no module is around; torch.onnx.export takes modules",
-    without=missing("export_torchscript_graph"),
+    why="onnxruntime.training exported graphs without a module; torch.onnx.export takes only modules",
+    fallback=missing("export_torchscript_graph"),
     cost="export_jit_graph_to_onnx_model_proto raises an error",
     check=callable,
 )

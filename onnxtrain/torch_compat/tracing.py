@@ -1,4 +1,4 @@
-"""torch.export's tracing: its configuration, and work in it that nobody reads."""
+"""Configure torch.export's tracing, and replace work in it whose results are not used."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ fake_tensor_cache_disabled = Internal[Callable[[], AbstractContextManager[Any]]]
     "fake_tensor_cache",
     lambda: _uncached,
     why="with symbolic sizes, finding and copying a cached result takes longer than computing it",
-    without=nullcontext,
+    fallback=nullcontext,
     cost="a capture takes longer",
     check=can_be_entered,
 ).get()
 
 
-def _find_random_kept() -> Callable[[], AbstractContextManager[Any]]:
+def _find_fallback_random() -> Callable[[], AbstractContextManager[Any]]:
     config = importlib.import_module("torch._inductor.config")
     assert hasattr(config, "fallback_random")
     return lambda: config.patch("fallback_random", True)
 
 
-unread_samples_kept = Internal[Callable[[], AbstractContextManager[Any]]](
-    "unread_samples_kept",
-    _find_random_kept,
-    why="functionalization removes unread calls that sample; eager samples them, and the next samples depend on it",
-    without=nullcontext,
-    cost='with rng="torch", a module that samples what it does not read gets other samples than eager',
+keep_unread_samples = Internal[Callable[[], AbstractContextManager[Any]]](
+    "keep_unread_samples",
+    _find_fallback_random,
+    why="functionalization removes random operators whose results are not read; eager runs them, and they advance the "
+    "generator",
+    fallback=nullcontext,
+    cost='with rng="torch", a module that does not read some of its samples gets other samples than eager',
     check=can_be_entered,
 ).get()
 
@@ -64,14 +65,14 @@ def _without_bases() -> Iterator[None]:
 copies_without_bases = Internal[Callable[[], AbstractContextManager[Any]]](
     "copies_without_bases",
     lambda: _without_bases,
-    why="a custom operator that writes to its arguments becomes a call that copies them, without views of bases",
-    without=nullcontext,
+    why="a custom operator that mutates its arguments becomes a call that copies them, without views of bases",
+    fallback=nullcontext,
     cost="modules that call such operators run in PyTorch",
     check=callable,
 ).get()
 
 
-# Work that nobody reads
+# Work whose results are not used
 
 
 def _find_lazy_modules() -> tuple[Callable[[], Any], Callable[..., Any]]:
@@ -82,10 +83,10 @@ def _find_lazy_modules() -> tuple[Callable[[], Any], Callable[..., Any]]:
 _LAZY_MODULES = Internal[Any](
     "lazy_graph_modules",
     _find_lazy_modules,
-    why="the Python source of a graph module is written and compiled for every change, and never run",
-    without=(None, None),
+    why="PyTorch generates and compiles the source of a graph module at every change, and it never runs",
+    fallback=(None, None),
     cost="a capture takes longer",
-    check=lambda found: issubclass(found[0](), GraphModule) and callable(found[1]),
+    check=lambda part: issubclass(part[0](), GraphModule) and callable(part[1]),
 )
 lazy_module_class, make_lazy_module = _LAZY_MODULES.get()
 
@@ -94,10 +95,10 @@ metadata_without_contiguity: Callable[..., Any] | None = Internal[Any](
     lambda: partial(
         importlib.import_module("torch.fx.passes.shape_prop")._extract_tensor_metadata, include_contiguity=False
     ),
-    why="whether each result is contiguous, in one of three orders, is asked and never read",
-    without=None,
+    why="PyTorch computes whether each result is contiguous in three memory formats, which is never read",
+    fallback=None,
     cost="a capture takes longer",
-    check=lambda found: found(torch.empty(2)).memory_format is None,
+    check=lambda part: part(torch.empty(2)).memory_format is None,
 ).get()
 
 
@@ -109,15 +110,15 @@ def _find_shape_env() -> Callable[[GraphModule], Any]:
 _shape_env_of = Internal[Callable[[GraphModule], Any] | None](
     "shape_env_of_module",
     _find_shape_env,
-    why="whether a graph has data-dependent sizes at all; without any, no result is searched for them",
-    without=None,
+    why="tells whether a graph has data-dependent sizes; if not, the search for them is skipped",
+    fallback=None,
     cost="a capture takes longer",
-    check=lambda found: takes(found, "gm"),
+    check=lambda part: takes(part, "gm"),
 ).get()
 
 
 def has_data_dependent_sizes(module: GraphModule) -> bool:
-    """Whether a traced graph may hold sizes that only tensor elements determine."""
+    """Whether a traced graph may have sizes that depend on tensor elements."""
     if _shape_env_of is None:
         return True
     env = _shape_env_of(module)

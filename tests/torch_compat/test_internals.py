@@ -1,4 +1,4 @@
-"""Each private part of PyTorch is there, behaves like what takes its place, and can be missing."""
+"""Each private part of PyTorch exists, agrees with its fallback, and may be missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUDA_ONLY = {"fused_rms_norm_grad"}
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_it_is_there(name: str) -> None:
+def test_every_part_is_available(name: str) -> None:
     entry = ENTRIES[name]
     if name == "cuda_runner" and torch.version.cuda is None:
         pytest.skip("PyTorch was built without CUDA")
@@ -31,23 +31,23 @@ def test_it_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, e in ENTRIES.items() if e.agrees is not None and n not in CUDA_ONLY])
-def test_it_agrees_with_what_takes_its_place(name: str) -> None:
+def test_every_part_agrees_with_its_fallback(name: str) -> None:
     entry = ENTRIES[name]
     assert entry.agrees is not None
     assert entry.agrees(entry.get())
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internal, "ENTRIES", {})
 
 
-@pytest.mark.usefixtures("fresh")
-def test_a_part_that_is_missing_is_said_once_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("no_entries")
+def test_a_missing_part_is_logged_once_and_replaced_by_the_fallback(caplog: pytest.LogCaptureFixture) -> None:
     def find() -> int:
         raise AttributeError("module 'torch' has no attribute '_part'")
 
-    entry = Internal("part", find, why="a test", without=7, cost="it is slower", check=bool)
+    entry = Internal("part", find, why="a test", fallback=7, cost="it is slower", check=bool)
     with caplog.at_level("INFO", "onnxtrain"):
         assert entry.get() == entry.get() == 7
     assert not entry.is_available
@@ -56,22 +56,22 @@ def test_a_part_that_is_missing_is_said_once_and_replaced(caplog: pytest.LogCapt
     ]
 
 
-@pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("check", [lambda found: False, lambda found: 1 / 0])
-def test_a_part_that_fails_its_check_is_replaced(check: object) -> None:
-    assert Internal("part", lambda: 1, why="a test", without=2, cost="", check=check).get() == 2  # type: ignore[arg-type]
+@pytest.mark.usefixtures("no_entries")
+@pytest.mark.parametrize("check", [lambda part: False, lambda part: 1 / 0])
+def test_a_part_that_fails_its_check_is_replaced_by_the_fallback(check: object) -> None:
+    assert Internal("part", lambda: 1, why="a test", fallback=2, cost="", check=check).get() == 2  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("no_entries")
 @pytest.mark.parametrize("names", ["part", "other,part", "all"])
 def test_a_part_can_be_switched_off(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, names)
-    entry = Internal("part", lambda: 1, why="a test", without=2, cost="", check=bool)
+    entry = Internal("part", lambda: 1, why="a test", fallback=2, cost="", check=bool)
     assert entry.get() == 2
     assert VARIABLE in entry.fault
 
 
-def test_what_nothing_replaces_lets_the_module_run_in_pytorch() -> None:
+def test_a_part_without_a_fallback_makes_the_module_run_in_pytorch() -> None:
     with pytest.raises(CaptureError, match="this PyTorch lacks a private part that onnxtrain needs: part"):
         missing("part")(1, key=2)
 
@@ -92,7 +92,7 @@ assert all(torch.allclose(p.grad, e, atol=1e-5) for p, e in zip(model.parameters
 """
 
 
-def test_a_module_trains_without_any_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_trains_with_the_fallback_of_every_optional_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "all")
-    done = subprocess.run([sys.executable, "-c", _TRAINS], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", _TRAINS], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr

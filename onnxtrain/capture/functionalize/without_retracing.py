@@ -259,7 +259,7 @@ def _storages(node: Node) -> list[int]:
     """
     leaves = pytree.tree_leaves(node.meta.get("val"))
     tensors = [v for v in leaves if isinstance(v, torch.Tensor) and v.layout is torch.strided]
-    if any(is_transform_wrapper(t) for t in tensors):
+    if any(is_transformed(t) for t in tensors):
         raise _NeedsRetracingError
     return [storage_id(t) for t in tensors]
 
