@@ -325,7 +325,7 @@ gpu_cudnn_grad = Internal[Callable[..., Any]](
 
 
 def has_gpu_attention() -> bool:
-    """Whether all of PyTorch's attention kernels for a GPU are there, and the question which of them it takes."""
+    """Whether this PyTorch has all attention kernels for a GPU, and the function that tells which one eager chooses."""
     kernels = (gpu_flash, gpu_flash_grad, gpu_efficient, gpu_efficient_grad, gpu_cudnn, gpu_cudnn_grad, SDP_CHOICE)
     return all(kernel.is_available for kernel in kernels)
 

@@ -8,7 +8,7 @@ import torch
 from onnxtrain import FallbackPolicy, ORTModule
 from onnxtrain.capture import capture
 from onnxtrain.capture.capture import Captured
-from onnxtrain.capture.convert.convert import is_convertible
+from onnxtrain.capture.functionalize.functional_calls import is_convertible
 
 
 class ComparedCaptures:
