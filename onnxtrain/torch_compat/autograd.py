@@ -51,8 +51,8 @@ def _views_of_leaves(message: bytes, tensors: Sequence[torch.Tensor]) -> Sequenc
         return [t.detach().requires_grad_().view_as(t) for t in tensors]
 
 
-def _gives_an_inner_node(found: Callable[[bytes, Sequence[torch.Tensor]], Sequence[torch.Tensor]]) -> bool:
-    (view,) = found(b"", [torch.ones(1)])
+def _returns_inner_nodes(make_views: Callable[[bytes, Sequence[torch.Tensor]], Sequence[torch.Tensor]]) -> bool:
+    (view,) = make_views(b"", [torch.ones(1)])
     return view.requires_grad and view.grad_fn is not None
 
 
@@ -62,7 +62,7 @@ raising_views = Internal[Callable[[bytes, Sequence[torch.Tensor]], Sequence[torc
     why="makes inputs for custom functions that require a gradient, can be mutated, and raise if backward reaches them",
     fallback=_views_of_leaves,
     cost="a bug of onnxtrain that lets backward go beyond a custom function is not noticed",
-    check=_gives_an_inner_node,
+    check=_returns_inner_nodes,
 ).get()
 
 

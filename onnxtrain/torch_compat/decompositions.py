@@ -99,10 +99,10 @@ def _find_kernels() -> tuple[Any, Callable[[Any], Callable[..., Any]], Callable[
     return key, lambda op: op.py_kernels.get(key) or partial(op._op_dk, key), lambda op: op._dispatch_cache.clear()
 
 
-def _finds_kernels(found: tuple[Any, Callable[[Any], Callable[..., Any]], Callable[[Any], None]]) -> bool:
+def _finds_kernels(functions: tuple[Any, Callable[[Any], Callable[..., Any]], Callable[[Any], None]]) -> bool:
     linear = torch.ops.aten.linear.default
-    found[2](linear)
-    return callable(found[1](linear))
+    functions[2](linear)
+    return callable(functions[1](linear))
 
 
 _KERNELS = Internal[Any](

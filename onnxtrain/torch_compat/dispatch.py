@@ -169,8 +169,8 @@ has_fake = Internal[Callable[[str], bool]](
 ).get()
 
 
-def _is_not_recorded(found: Callable[[], AbstractContextManager[Any]]) -> bool:
-    with found():
+def _is_not_recorded(below_autograd: Callable[[], AbstractContextManager[Any]]) -> bool:
+    with below_autograd():
         return not torch.ones(1, requires_grad=True).neg().requires_grad
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onnxtrain.torch_compat.internal import Absent, AbsentError, Internal, can_be_entered, required, takes
+from onnxtrain.torch_compat.internal import Absent, AbsentError, Internal, accepts, can_be_entered, required
 from onnxtrain.torch_compat.modes import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ inside_kernel: Callable[[FakeTensorMode], AbstractContextManager[Any]] = require
     "inside_kernel",
     _from_module("in_kernel_invocation_manager"),
     "turns a meta tensor into a fake tensor, as PyTorch does",
-    check=lambda part: takes(part, "fake_mode"),
+    check=lambda part: accepts(part, "fake_mode"),
 )
 without_fakes: Callable[[], AbstractContextManager[Any]] = required(
     "without_fakes",

@@ -134,8 +134,8 @@ def _is_switched_off(entry: Internal[Any]) -> bool:
     return entry.name in names or ("all" in names and not entry.required)
 
 
-def takes(function: Any, *parameters: str) -> bool:
-    """Return whether a Python function, without what wraps it, begins with these parameters, or takes any."""
+def accepts(function: Any, *parameters: str) -> bool:
+    """Return whether the first parameters of an unwrapped Python function have these names, or it takes any."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code = function.__code__

@@ -150,9 +150,9 @@ def _find_autocast_inside() -> Callable[[str], tuple[AbstractContextManager[Any]
     return inside
 
 
-def _casts(found: Callable[[str], tuple[AbstractContextManager[Any], ...]]) -> bool:
+def _casts(autocast_inside: Callable[[str], tuple[AbstractContextManager[Any], ...]]) -> bool:
     x = torch.ones(1, 1)
-    off, on = found("cpu")
+    off, on = autocast_inside("cpu")
     with torch.autocast("cpu", torch.bfloat16), off, on:
         return torch.mm(x, x).dtype == torch.bfloat16
 
@@ -165,9 +165,9 @@ autocast_inside_operators = required(
 )
 
 
-def _casts_nothing(found: Callable[[], AbstractContextManager[Any]]) -> bool:
+def _casts_nothing(autocast_disabled: Callable[[], AbstractContextManager[Any]]) -> bool:
     x = torch.ones(1, 1)
-    with torch.autocast("cpu", torch.bfloat16), found():
+    with torch.autocast("cpu", torch.bfloat16), autocast_disabled():
         return torch.mm(x, x).dtype == x.dtype
 
 

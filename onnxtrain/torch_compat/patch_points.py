@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.torch_compat.internal import Internal, takes
+from onnxtrain.torch_compat.internal import Internal, accepts
 from onnxtrain.torch_compat.replacement import in_thread, replaced
 
 
@@ -51,10 +51,10 @@ class PatchPoint:
             owner = getattr(owner, name)
         return owner, attribute
 
-    def _is_as_expected(self, found: tuple[Any, str]) -> bool:
-        value = _attribute(*found)
+    def _is_as_expected(self, location: tuple[Any, str]) -> bool:
+        value = _attribute(*location)
         if self._parameters:
-            return takes(value, *self._parameters)
+            return accepts(value, *self._parameters)
         return callable(value) or inspect.isdatadescriptor(value) or inspect.ismodule(value)
 
     @property
@@ -195,10 +195,8 @@ UNBACKED_BINDINGS = PatchPoint(
     _LONGER,
     "gm",
 )
-EXPORT_PYTREE = PatchPoint(
-    "torch.export._trace:pytree", "it shortens the module names node by node", _LONGER
-)
-RECOMPILE = PatchPoint("torch.fx:GraphModule.recompile", "only the graph is read, not its Python source", _LONGER, "self")
+EXPORT_PYTREE = PatchPoint("torch.export._trace:pytree", "it shortens the module names node by node", _LONGER)
+RECOMPILE = PatchPoint("torch.fx:GraphModule.recompile", "the graph is read, but not its source", _LONGER, "self")
 
 # Calls whose effect a graph would not repeat
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from onnxtrain.torch_compat.internal import Internal, can_be_entered, takes
+from onnxtrain.torch_compat.internal import Internal, accepts, can_be_entered
 from onnxtrain.torch_compat.symbols import has_data_dependent_symbols
 
 # Configuration
@@ -113,7 +113,7 @@ _shape_env_of = Internal[Callable[[GraphModule], Any] | None](
     why="tells whether a graph has data-dependent sizes; if not, the search for them is skipped",
     fallback=None,
     cost="a capture takes longer",
-    check=lambda part: takes(part, "gm"),
+    check=lambda part: accepts(part, "gm"),
 ).get()
 
 

@@ -73,9 +73,7 @@ class OutsideChanges(TorchFunctionMode):
 
 
 def _real_tensors(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [
-        leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in _REAL_TYPES and not is_transformed(leaf)
-    ]
+    return [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in _REAL_TYPES and not is_transformed(leaf)]
 
 
 def _may_mutate(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
