@@ -401,7 +401,7 @@ STORE: list[Any] = []
 )
 def test_a_tensor_that_forward_keeps_outside_the_module_is_a_real_one(keep: Callable[..., Any]) -> None:
     STORE.clear()
-    with compared(model(lambda: KeepsElsewhere(keep), falls_back="keeps a tensor after its call")) as compare:
+    with compared(model(lambda: KeepsElsewhere(keep), falls_back="stores a tensor in a")) as compare:
         for batch in (3, 2):
             compare.train(batch, 0)
     kept = [tensor for item in STORE for tensor in tensors_in(item)]
