@@ -159,18 +159,18 @@ def test_the_module_falls_back_after_such_an_assignment(forward: Forward) -> Non
         torch.testing.assert_close(actual, expected)
 
 
-def returns_the_assigned_tensor(m: Any, x: torch.Tensor) -> torch.Tensor:
+def returns_the_tensor(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = m.a * 0.9
     return m.a
 
 
-def returns_a_view_of_the_assigned_tensor(m: Any, x: torch.Tensor) -> torch.Tensor:
+def returns_a_view_of_the_tensor(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.a = m.a * 0.9
     return m.a[1:]
 
 
 @pytest.mark.parametrize("wrap", [Inner, outer], ids=["module", "submodule"])
-@pytest.mark.parametrize("forward", [returns_the_assigned_tensor, returns_a_view_of_the_assigned_tensor], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("forward", [returns_the_tensor, returns_a_view_of_the_tensor], ids=lambda f: f.__name__)
 def test_writes_to_a_result_that_is_an_assigned_buffer_change_the_buffer(
     forward: Forward, wrap: Callable[[Forward], nn.Module]
 ) -> None:
