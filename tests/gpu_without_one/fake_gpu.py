@@ -9,6 +9,7 @@ Not shown by this: speed, CUDA-graph recording, races between streams, and the v
 
 from __future__ import annotations
 
+import sys
 import unittest.mock
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend
 
-from onnxtrain.capture import refusals, structure
-from onnxtrain.capture.key import key, snapshot, surroundings
+from onnxtrain.capture.structure import PLAIN_TENSORS
 from onnxtrain.execute import program
 from onnxtrain.torch_compat import aten_kernels
 
@@ -71,14 +71,9 @@ def fake_gpu(mode: FakeTensorMode) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(unittest.mock.patch(name, value))
-        for module, name in (
-            (refusals, "PLAIN_TENSORS"),
-            (key, "PLAIN_TENSORS"),
-            (snapshot, "PLAIN_TENSORS"),
-            (surroundings, "PLAIN_TENSORS"),
-            (structure, "PLAIN_TENSORS"),
-        ):
-            stack.enter_context(unittest.mock.patch.object(module, name, getattr(module, name) | {FakeTensor}))
+        for module in [m for name, m in sys.modules.items() if name.startswith("onnxtrain.")]:
+            if "PLAIN_TENSORS" in vars(module):
+                stack.enter_context(unittest.mock.patch.object(module, "PLAIN_TENSORS", PLAIN_TENSORS | {FakeTensor}))
         made = program.constant_tensor
         stack.enter_context(unittest.mock.patch.object(aten_kernels.SDP_CHOICE, "get", return_value=_attention_backend))
         on_gpu = lambda value: _Constant(made(value), mode)

@@ -159,13 +159,13 @@ def onnxtrain_step(
 def _run(unit: Unit, tensors: list[torch.Tensor], mode: FakeTensorMode) -> Step:
     forward, backward = Launches(), Launches()
     needed = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
-    first = tuple(i == 0 for i in range(unit.results))
+    first = tuple(i == 0 for i in range(unit.num_results))
     with mode, torch.no_grad():
         with _Recorder(forward):
             results, sizes = unit.forward.run(tensors, ())
         program = unit.backward(first, (False, *needed))
         saved = results[unit.first_kept :]
-        cotangents = [torch.ones_like(results[0]), *[None] * (unit.results - 1)]
+        cotangents = [torch.ones_like(results[0]), *[None] * (unit.num_results - 1)]
         arguments = [*(saved[i] for i in program.kept), *(cotangents[i] for i in program.cotangents)]
         with _Recorder(backward):
             program.program.run(arguments, [sizes[i] for i in program.sizes])
