@@ -499,16 +499,24 @@ def _with_specials(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Oracle:
-    """Run an ONNX model on stock onnxruntime, or on `onnx.reference` if onnxruntime lacks a kernel."""
+    """Run an ONNX model on stock onnxruntime, or on `onnx.reference` if onnxruntime lacks a kernel.
 
-    def __init__(self, model: ir.Model) -> None:
+    Args:
+        model: the model.
+        by_reference: whether to run on `onnx.reference` in any case.
+    """
+
+    def __init__(self, model: ir.Model, *, by_reference: bool = False) -> None:
         self.model = model
         proto = ir.to_proto(model)
+        if by_reference:
+            self.session: Any = _by_reference(proto)
+            return
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
-            self.session: Any = onnxruntime.InferenceSession(
+            self.session = onnxruntime.InferenceSession(
                 proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # onnxruntime's error types are not public
@@ -546,7 +554,23 @@ def _by_reference(proto: Any) -> Any:
         def _run(self, x: Any) -> tuple[Any]:
             return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
 
-    return ReferenceEvaluator(proto, new_ops=[Erf])
+    class Pad(OpRun):
+        """Pad that also crops, by negative pads; that of onnx refuses them."""
+
+        op_domain = ""
+
+        def _run(self, x: Any, pads: Any, value: Any = None, axes: Any = None, mode: Any = None) -> tuple[Any]:
+            axes = range(x.ndim) if axes is None else axes
+            widths = [(0, 0)] * x.ndim
+            for axis, before, after in zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True):
+                end = x.shape[axis] + min(0, int(after))
+                x = x.take(np.arange(-min(0, int(before)), end), axis)
+                widths[axis] = (max(0, int(before)), max(0, int(after)))
+            if mode in (None, "constant"):
+                return (np.pad(x, widths, constant_values=0 if value is None else value),)
+            return (np.pad(x, widths, mode=mode),)
+
+    return ReferenceEvaluator(proto, new_ops=[Erf, Pad])
 
 
 def _array(tensor: torch.Tensor, value: ir.Value) -> Any:
