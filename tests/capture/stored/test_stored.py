@@ -327,7 +327,7 @@ NOT_STORABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a global tensor": (ReadsGlobalTensor, "the global TABLE"),
     "a list of tensors": (HasTable, "Tensor"),
     "a variable": (ReadsVariable, "environ"),
-    "code without a file": (from_text, "no module|no file|in no"),
+    "code without a file": (from_text, "not in a (module|file)"),
 }
 
 
