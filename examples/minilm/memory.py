@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks import memory
+from benchmarks import peak_memory
 from examples.minilm.data import Batch
 
 
@@ -18,6 +18,6 @@ def peak_bytes(model: torch.nn.Module, batch: Batch) -> int:
         model(**batch).loss.backward()
 
     step()
-    peak = memory.peak_bytes(step)
+    peak = peak_memory.peak_bytes(step)
     model.zero_grad()
     return peak

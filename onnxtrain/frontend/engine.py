@@ -92,13 +92,15 @@ class _Fallback:
 
     Attributes:
         run: runs it in pieces or in PyTorch.
-        warning: the reason, for the user.
+        warning: says so to the user, with values of this call.
+        reason: the problem and where it is, for which there is one warning.
         key: of the call.
         entry: for later calls with this key; None if they are to be captured again.
     """
 
     run: Call
     warning: str
+    reason: str
     key: Any = None
     entry: _Entry | None = None
 
@@ -390,7 +392,7 @@ class Engine:
             raise error
         graph = "as an ONNX graph" if pieces is None else "as one ONNX graph but in pieces that are graphs"
         warning = f"{type(self._module).__name__} runs in PyTorch, not {graph}: {error}"
-        return _Fallback(pieces or self._in_torch, warning)
+        return _Fallback(pieces or self._in_torch, warning, reason=f"{error.problem} {error.where}")
 
     def _run(self, fallback: _Fallback, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call, and warn once per reason.
@@ -401,14 +403,14 @@ class Engine:
         output = fallback.run(*args, **kwargs)
         if fallback.entry is not None:
             self._entries.setdefault(fallback.key, []).append(fallback.entry)
-        self._warn(fallback.warning)
+        self._warn(fallback.warning, fallback.reason)
         return output
 
-    def _warn(self, text: str) -> None:
-        """Warn once per text."""
-        if text in self._warned:
+    def _warn(self, text: str, reason: str = "") -> None:
+        """Warn once per reason, which is the text if none is given."""
+        if (reason or text) in self._warned:
             return
-        self._warned.add(text)
+        self._warned.add(reason or text)
         if self._entry_point.is_piece:
             LOG.info(text)
         else:

@@ -520,7 +520,7 @@ def test_a_parameter_of_a_class_of_its_own(late: bool) -> None:
     def convert(module: Any) -> None:
         module.inner.weight = Halved(module.inner.weight.detach())
 
-    with compared(model(OfAnotherClass, falls_back="parameters are of a kind"), captures=int(late)) as compare:
+    with compared(model(OfAnotherClass, falls_back="parameters are of a tensor class"), captures=int(late)) as compare:
         if late:
             compare.train(*SIZES)
         compare.change(convert)

@@ -218,7 +218,7 @@ def attend_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     scale, group = scale_number(scores.scale, q), q.size(1) // k.size(1) if k.size(1) else 1
     computed = _Scores(q, k, scores)
-    dscores = computed.empty(None) if output_dscores else None
+    dscores = (computed.empty(None) if p is None else torch.empty_like(p)) if output_dscores else None
     for block in _blocks(q, k):
         if p is None:
             part = computed.empty(block)
