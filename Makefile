@@ -30,7 +30,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m examples.minilm $(if $(QUICK),--quick) $(ARGS)
 
 # mypy takes 16 s of one core without its cache: beside the tests no core waits meanwhile.
-test: $(VENV)/.dev $(VENV)/.browser $(VENV)/.cpp
+test: $(VENV)/.dev $(VENV)/.browser
 	$(MAKE) --no-print-directory --jobs=2 lint run-tests
 
 run-tests:

@@ -46,6 +46,7 @@ def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow  # 16 s, of which building the program takes most
 def test_cpp_trains_as_python_does(tmp_path: Path) -> None:
     """One test, so that the program is built once."""
     try:
