@@ -8,6 +8,7 @@
 #   make faults           known faults, put back one at a time: which tests notice them
 #   make test-gpu-plans   what a step would launch on a GPU, on fake tensors: installs PyTorch's CUDA build, 5 GB
 #   make model-sweep      every class of transformers' auto mappings, small, in onnxtrain and in eager PyTorch
+#                         (ARGS=--write also writes docs/reference/models.md)
 #   make matrix           tests in other environments: folders, instruction sets, threads, no compiler, no network, ...
 #   make bench            measures
 #

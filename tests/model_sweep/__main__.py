@@ -3,6 +3,7 @@
 python -m tests.model_sweep                       all of them
 python -m tests.model_sweep --only Gpt2 Bert      those whose names contain one of these
 python -m tests.model_sweep --every 3             each third
+python -m tests.model_sweep --write               all, and the page of the documentation from their outcomes
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import transformers
+
+from benchmarks.machine import measured_commit
 from tests.model_sweep.catalog import entries
 from tests.model_sweep.isolated import isolated
+from tests.model_sweep.page import PAGE, page, read_outcomes
+
+_ROOT = Path(__file__).parents[2]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,7 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--limit", type=float, default=240, help="seconds a class may take")
     parser.add_argument("--out", type=Path, default=Path("build/model-sweep.jsonl"), help="the outcomes, one a line")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(_ROOT)}")
     options = parser.parse_args(arguments)
+    if options.write and (options.only or options.every != 1):
+        parser.error("--write needs all classes: leave out --only and --every")
     chosen = [e for e in entries() if not options.only or any(part.lower() in e.name.lower() for part in options.only)]
     chosen = chosen[:: options.every]
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
             number = sum(counts.values())
             _say(f"{number:4} {outcome.kind:8} {first} {outcome.entry.name}  {outcome.detail}")
     _say(str(dict(counts)))
+    if options.write:
+        PAGE.write_text(page(read_outcomes(options.out), measured_commit(), transformers.__version__), encoding="utf-8")
     return int(any(counts[kind] for kind in ("wrong", "error", "crash", "hang")))
 
 

@@ -40,7 +40,9 @@ class _Arguments:
         self.batch, self.length, self.names = batch, length, names
         self.main = model.main_input_name
         self.kind = type(model).__name__.partition("For")[2]
-        self.shape = (batch, CHOICES, length) if self.kind == "MultipleChoice" else (batch, length)
+        self.image_tokens = self._count_image_tokens()
+        self.length += self.image_tokens
+        self.shape = (batch, CHOICES, length) if self.kind == "MultipleChoice" else (batch, self.length)
 
     def of(self, name: str) -> Any:
         """The value of an argument; None leaves it out."""
@@ -58,7 +60,28 @@ class _Arguments:
         eos = getattr(self.config, "eos_token_id", None)
         if self.kind in ("SequenceClassification", "QuestionAnswering") and isinstance(eos, int):
             ids[..., -1] = eos  # BART's heads read the last end of a sequence
+        separator = getattr(self.config, "sep_token_id", None)
+        if separator is not None:
+            ids[..., 2:8:2] = separator  # Longformer's heads look for the end of the question: three of them
+        if self.image_tokens:
+            ids[..., : self.image_tokens] = self._image_token()
         return ids
+
+    def _image_token(self) -> int | None:
+        token: int | None = getattr(self.config, "image_token_id", None)
+        return getattr(self.config, "image_token_index", None) if token is None else token
+
+    def _count_image_tokens(self) -> int:
+        """The features of an image that replace as many tokens: the model on the meta device says how many."""
+        if self._image_token() is None or not {"input_ids", "pixel_values"} <= set(self.names):
+            return 0
+        if not hasattr(self.model, "get_image_features"):
+            return 0
+        with torch.no_grad():
+            features = self.model.get_image_features(self._pixel_values().to("meta"))
+        features = getattr(features, "pooler_output", features)
+        parts = features if isinstance(features, (list, tuple)) else [features]
+        return sum(part.numel() // part.shape[-1] for part in parts) // self.batch
 
     def _input_ids(self) -> torch.Tensor | None:
         return self._tokens() if self.main == "input_ids" or "pixel_values" in self.names else None
@@ -66,8 +89,13 @@ class _Arguments:
     def _attention_mask(self) -> torch.Tensor | None:
         if self.main != "input_ids":
             return None
-        mask = ragged_mask(self.batch, self.length)
+        mask = self._mask()
         return mask[:, None].expand(self.shape).contiguous() if self.kind == "MultipleChoice" else mask
+
+    def _mask(self) -> torch.Tensor:
+        """Ones for the images, then the ragged text."""
+        text = ragged_mask(self.batch, self.length - self.image_tokens)
+        return torch.cat([text.new_ones(self.batch, self.image_tokens), text], 1)
 
     def _decoder_input_ids(self) -> torch.Tensor | None:
         if not getattr(self.config, "is_encoder_decoder", False) or self._has_token_labels():
@@ -80,7 +108,7 @@ class _Arguments:
         vision = getattr(self.config, "vision_config", None) or self.config
         return int(getattr(vision, "num_channels", 3) or 3)
 
-    def _pixel_values(self) -> torch.Tensor | None:
+    def _pixel_values(self) -> torch.Tensor:
         vision = getattr(self.config, "vision_config", None) or self.config
         size = getattr(vision, "image_size", IMAGE) or IMAGE
         height, width = size if isinstance(size, (tuple, list)) else (size, size)
@@ -118,19 +146,15 @@ class _Arguments:
             labels = self.draw.ints(_CLASSES, self.batch, self.length)
         elif self._has_token_labels():
             labels = self.draw.ints(VOCABULARY - 12, self.batch, self.length, low=11)
+            labels[:, : self.image_tokens] = _IGNORED
         elif self.kind == "MultipleChoice":
             return self.draw.ints(CHOICES, self.batch)
-        elif self.kind in (
-            "SequenceClassification",
-            "ImageClassification",
-            "VideoClassification",
-            "NextSentencePrediction",
-        ):
+        elif self.kind in _CLASSIFICATIONS:
             return self.draw.ints(_CLASSES, self.batch)
         else:
             return None
         if self.main == "input_ids":
-            labels[ragged_mask(self.batch, self.length) == 0] = _IGNORED
+            labels[self._mask() == 0] = _IGNORED
         return labels
 
     def _start_positions(self) -> torch.Tensor | None:

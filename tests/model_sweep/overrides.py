@@ -1,12 +1,79 @@
-"""What the configs of single models need beside the sizes of `small_configs`."""
+"""Fields of single configs and models beside the sizes of `small_configs`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-OVERRIDES: dict[str, dict[str, Any]] = {
+_ONE_OF_EACH_BLOCK = {"layers_block_type": ["mamba", "hybrid"]}
+_DECODER_START = {"decoder_start_token_id": 0}
+# A quarter of the channels of EfficientNet-B0; the last convolution has round_filters(1280) of them.
+_EFFICIENTNET = {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320}
+
+# By the name of a config class, wherever it is nested.
+CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
+    "AlignConfig": {"projection_dim": 80},  # round_filters(320) of its vision model
+    "AlignVisionConfig": _EFFICIENTNET,
+    "BitConfig": {"num_groups": 4},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64},
+    "BrosConfig": {"hidden_size": 64},  # the sinusoids have an eighth of a quarter of it
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 3}},
+    "DINOv3ConvNextConfig": {"hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1]},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
+    "DepthProConfig": {"patch_size": 32},
+    "Dots1Config": {"n_shared_experts": 1},
+    "EfficientNetConfig": _EFFICIENTNET,
+    "Emu3Config": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 4}},
+    "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [48, 48]},
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},  # a quarter of the text model's width
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
-    "ZayaConfig": {"num_experts_per_tok": 1},
-    "Gemma4AssistantConfig": {"hidden_size_per_layer_input": 0},
+    "HGNetV2Config": {
+        "stage_in_channels": [48, 32, 32, 64],
+        "stage_mid_channels": [16, 16, 16, 16],
+        "stage_out_channels": [32, 32, 64, 64],
+        "stage_numb_of_layers": [2, 2, 2, 2],
+    },
+    "HieraConfig": {"decoder_depth": 1, "decoder_num_heads": 4},
+    "LayoutLMv3Config": {"coordinate_size": 4, "shape_size": 8},  # four and two of them make the width
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "LiltConfig": {"hidden_size": 48},  # six embeddings of coordinates make the width
+    "LongT5Config": _DECODER_START,
+    "LongcatFlashConfig": {"zero_expert_num": 2, "moe_topk": 2},
     "LukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 32},
+    "LwDetrViTConfig": {"num_windows": 4},
+    "Mamba2Config": {"head_dim": 16},
+    "MimiConfig": {"upsample_groups": 32, "vector_quantization_hidden_dimension": 32, "num_quantizers": 2},
+    "Molmo2VisionConfig": {"image_size": [32, 32], "num_position_embeddings": 16},
+    "MuseSparkAudioConfig": {"num_hidden_layers": 4},
+    "NeoMMEConfig": {"head_dim": 16},
+    "PerceiverConfig": {"num_cross_attention_heads": 1, "num_latents": 8},
+    # Training takes lengths that are multiples of the chunks: both of the sweep's are.
+    "ReformerConfig": {
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_embds": False,
+        "attention_head_size": 8,
+        "feed_forward_size": 48,
+        "local_attn_chunk_length": 3,
+        "lsh_attn_chunk_length": 3,
+        "num_buckets": 2,
+    },
+    "Sapiens2HeadConfig": {
+        "upsample_out_channels": [32],
+        "upsample_kernel_sizes": [4],
+        "conv_out_channels": [32],
+        "conv_kernel_sizes": [1],
+    },
+    "SwitchTransformersConfig": _DECODER_START,
+    "Swinv2Config": {"patch_size": 2, "window_size": 2},
+    "T5Config": _DECODER_START,
+    "VitPoseBackboneConfig": {"num_experts": 1},
+    "XmodConfig": {"default_language": "en_XX"},
+    "Zamba2Config": _ONE_OF_EACH_BLOCK,
+    "ZambaConfig": _ONE_OF_EACH_BLOCK,
+    "ZayaConfig": {"num_experts_per_tok": 1},
+}
+# By the name of a model class.
+MODEL_OVERRIDES: dict[str, dict[str, Any]] = {
+    "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "Gemma4AssistantForCausalLM": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "ReformerModelWithLMHead": {"is_decoder": True},
 }

@@ -18,7 +18,7 @@ import transformers
 from onnxtrain.frontend.ort_module import engine_of
 from tests.model_sweep.catalog import Entry
 from tests.model_sweep.example_calls import example_call
-from tests.model_sweep.overrides import OVERRIDES
+from tests.model_sweep.overrides import MODEL_OVERRIDES
 from tests.model_sweep.small_configs import small_config
 from tests.zoo.checks import Comparison, Result, Side, fallbacks, leaves
 from tests.zoo.entry import Call, Draw, ZooModel, wide
@@ -108,16 +108,17 @@ class _Side(Side):
 
 
 def _zoo_model(entry: Entry) -> ZooModel:
-    config_class = getattr(transformers, entry.config)
-    config = small_config(config_class, OVERRIDES.get(entry.config))
+    model_class = getattr(transformers, entry.name)
+    config_class = model_class.config_class or getattr(transformers, entry.config)
+    config = small_config(config_class, MODEL_OVERRIDES.get(entry.name, {}))
     with torch.device("meta"):
-        probe = getattr(transformers, entry.name)(config)
+        probe = model_class(config)
     count = sum(p.numel() for p in probe.parameters())
     if count > _MOST_PARAMETERS:
         raise ValueError(f"{count:,} parameters: not small")
 
     def make() -> torch.nn.Module:
-        module: torch.nn.Module = getattr(transformers, entry.name)(copy.deepcopy(config))
+        module: torch.nn.Module = model_class(copy.deepcopy(config))
         return module
 
     def call(draw: Draw, batch: int, length: int) -> Call:

@@ -1,0 +1,44 @@
+"""The page of the sweep of models, from outcomes that a run wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.model_sweep import __main__ as command
+from tests.model_sweep.catalog import Entry
+from tests.model_sweep.page import page, read_outcomes
+from tests.model_sweep.training import Outcome
+
+OUTCOMES = [
+    Outcome(Entry("BertForMaskedLM", "masked language", "BertConfig"), "graph", "", 1.234, 0.056, 1),
+    Outcome(Entry("LEDModel", "language", "LEDConfig"), "pieces", "a `u0` |\nsize", 12.0, 0.25, 3),
+    Outcome(Entry("TimmBackbone", "backbone", "TimmBackboneConfig"), "unset", "ImportError: timm"),
+]
+
+
+def test_page_of_outcomes(tmp_path: Path) -> None:
+    file = tmp_path / "outcomes.jsonl"
+    file.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in OUTCOMES))
+    outcomes = read_outcomes(file)
+    assert outcomes == OUTCOMES
+    text = page(outcomes, "abc1234", "5.23")
+    assert "on commit abc1234;" in text
+    assert "Of 3 classes, 2 run in eager PyTorch" in text
+    lines = text.splitlines()
+    assert "| 1 | 50.0% | train as one graph |" in lines
+    assert "| 1 | 50.0% | train in pieces: several graphs, with PyTorch between them |" in lines
+    assert "| BertForMaskedLM | masked language | one graph |  | 1.23 | 0.06 |" in lines
+    assert "| LEDModel | language | pieces | `a 'u0' \\| size` | 12.00 | 0.25 |" in lines
+    assert "| TimmBackbone | backbone | `ImportError: timm` |" in lines
+    assert not any("wrong" in line for line in lines)
+
+
+@pytest.mark.parametrize("selection", [["--only", "Bert"], ["--every", "3"]], ids=["only", "every"])
+def test_a_partial_run_writes_no_page(selection: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--write", *selection])
+    assert "--write needs all classes" in capsys.readouterr().err
