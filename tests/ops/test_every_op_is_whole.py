@@ -27,17 +27,17 @@ CASES: list[OpCase] = [
 
 
 # Where the body differs from PyTorch at infinities and NaN, and why.
-_ELU = "the gradient at NaN: PyTorch's vectorized kernel gives NaN, its loop over the rest another value"
-_CLIP = "the gradient at NaN: onnxruntime's Clip gives a bound, where PyTorch gives NaN"
-_STATISTICS = "statistics of infinities: the body subtracts them (NaN), PyTorch's kernel scales and shifts (infinity)"
+_ELU = "the gradient at NaN: NaN in the body, that of the positive branch in PyTorch"
+_SIGN = "the gradient at NaN: the cotangent or its negative in the body, NaN in PyTorch"
+_STATISTICS = "NaN and infinities: statistics of infinities differ between the body and PyTorch's kernel"
 DIFFERENT_AT_SPECIALS = {
     "onnx-Elu": _ELU,
     "onnx-Selu": _ELU,
     "onnx-Celu": _ELU,
     "onnxtrain-Celu": _ELU,
-    "onnxtrain-SmoothL1Loss": _CLIP,
-    "onnxtrain-HuberLoss": _CLIP,
-    "onnxtrain-BinaryCrossEntropyWithLogits": "the gradient at infinity: 0 times infinity in the body, a branch in PyTorch",
+    "onnxtrain-SmoothL1Loss": _SIGN,
+    "onnxtrain-HuberLoss": _SIGN,
+    "onnxtrain-BinaryCrossEntropyWithLogits": "the gradient at infinity: NaN in the body, -inf in PyTorch",
     "com.microsoft-BatchNormInternal": _STATISTICS,
     "onnxtrain-GroupNormalization": _STATISTICS,
 }
