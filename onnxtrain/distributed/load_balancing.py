@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from onnxtrain.observe import logs
+from onnxtrain.system import ranks
 
 
 class LoadBalancingDistributedSampler(Sampler[int]):
@@ -50,8 +50,8 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         drop_last: bool = False,
         random_level: float = 0,
     ) -> None:
-        self.world_size = logs.world_size() if world_size is None else world_size
-        self.rank = logs.rank() if rank is None else rank
+        self.world_size = ranks.world_size() if world_size is None else world_size
+        self.rank = ranks.rank() if rank is None else rank
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank is {self.rank}; expected from 0 to below world_size, {self.world_size}.")
         if not 0 <= random_level <= 1:

@@ -28,7 +28,7 @@ from onnxtrain.plan.backward_stages import Groups, group_gradients, is_object, s
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Cut, Part, cut, single_part
 from onnxtrain.plan.differentiation import Differentiation
-from onnxtrain.plan.independent_results import independent_results
+from onnxtrain.plan.independent_results import independent_results, wants_stages
 from onnxtrain.plan.mutated_inputs import check_backward_reads
 from onnxtrain.plan.output_views import lone_views
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice
@@ -102,7 +102,7 @@ class UnitBuilder:
         check_backward_reads(joint, mutated)
         parts = cut(joint)
         forward = self.program(parts.forward, "forward")
-        groups = self._groups(parts, choice.early or self.options.early_gradients)
+        groups = self._groups(parts, choice.early or wants_stages(self.options.early_gradients, joint, parts))
         differentiable = tuple(c is not None for c in joint.cotangents[:results])
         unreached = [
             i

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from onnxtrain.capture.export.patches import is_capturing
 from onnxtrain.capture.refusals import refuse_module
 from onnxtrain.capture.source_location import hide_own_frames
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
@@ -24,9 +25,9 @@ from onnxtrain.execute.compiled import Compiled
 from onnxtrain.frontend.dynamo import pieces
 from onnxtrain.frontend.engine import Call, Engine, EntryPoint, set_up
 from onnxtrain.frontend.ort_module import ORTModule
-from onnxtrain.observe import logs
 from onnxtrain.options import Options
 from onnxtrain.report import PrepareReport, Region
+from onnxtrain.system import ranks
 from onnxtrain.torch_compat.dynamo import untraced
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -44,7 +45,8 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
         model: any `nn.Module`. Its class, `state_dict` keys, the signature of forward and all methods are unchanged.
         regional: True captures one graph for each repeated block (the layers of a transformer), False one graph of the
             whole model. "auto" captures the whole model, or blocks if several processes train the model together or
-            blocks have hooks. `report_of` gives the choice and the reason.
+            blocks have hooks: at the first call, or once there is a process group. `report_of` gives the choice and
+            the reason.
         **options: any field of `onnxtrain.Options`.
 
     Returns:
@@ -74,12 +76,20 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
     if isinstance(model, torch.nn.DataParallel):
         refuse_module(model)
     unprepare(model)
+    _install(model, regional, settings)
+    return model
+
+
+def _install(model: torch.nn.Module, regional: Regional, settings: Options) -> None:
     blocks = _blocks(model)
     by_block, reason = _choose_regional(regional, model, blocks)
     twins = Twins()
-    for module in blocks.values() if by_block else [model]:
-        _Forward(module, settings, twins, reason).install()
-    return model
+    if not by_block:
+        forward = _AutoForward if regional == "auto" and blocks else _Forward
+        forward(model, settings, twins, reason).install()
+        return
+    for block in blocks.values():
+        _Forward(block, settings, twins, reason).install()
 
 
 def unprepare(model: M) -> M:
@@ -156,7 +166,7 @@ def _choose_regional(
         return regional, f"regional={regional}"
     if not blocks:
         return False, "the model has no repeated blocks"
-    if logs.world_size() > 1:
+    if ranks.world_size() > 1:
         return True, "several processes train it: gradients of one block are exchanged while others are computed"
     hooked = next((name for name, module in blocks.items() for n in _HOOKS if getattr(module, n)), None)
     if hooked is not None:
@@ -245,18 +255,41 @@ class _Forward:
     # A copy or pickle holds the module and the options; graphs are compiled again.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        result = _Forward.__new__(_Forward)
+        result = type(self).__new__(type(self))
         memo[id(self)] = result
         result.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _Forward.__new__, (_Forward,), self.__getstate__()
+        return type(self).__new__, (type(self),), self.__getstate__()
 
     def __getstate__(self) -> Any:
         return (self.module, self.options, self._twins, self.reason, self.previous_forward)
 
     __setstate__ = _set_up
+
+
+class _AutoForward(_Forward):
+    """A whole model's forward under regional="auto". It gives way to the model's blocks if they turn out better."""
+
+    __slots__ = ("_called",)
+
+    def _set_up(self, state: tuple[torch.nn.Module, Options, Twins, str, Call | None]) -> None:
+        super()._set_up(state)
+        self._called = False
+
+    __setstate__ = _set_up
+
+    @untraced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (not self._called or ranks.world_size() > 1) and not is_capturing():
+            self._called = True
+            if _choose_regional("auto", self.module, _blocks(self.module))[0]:
+                if self.module.__dict__.get(_KEY) is self:  # else this object is called by one that holds it
+                    self.remove()
+                    _install(self.module, "auto", self.options)
+                return self.in_torch(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
 
 def _function(signature: inspect.Signature) -> Call:

@@ -13,8 +13,8 @@ from onnxtrain.capture.capture import Captured
 from onnxtrain.capture.structure import flatten_call
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.graph.values import constant_of, dtype_of, is_float
-from onnxtrain.observe.logs import rank
 from onnxtrain.ops import definition_of, view
+from onnxtrain.system.ranks import rank
 
 
 @dataclass(frozen=True)

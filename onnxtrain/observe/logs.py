@@ -16,16 +16,14 @@ their own. Streams are never redirected: a debugger works in forward.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-import torch
-
 from onnxtrain.log import LOG, PREFIX
 from onnxtrain.options import LogLevel, Options
+from onnxtrain.system.ranks import rank, world_size
 
 DEVINFO = 15  # between logging.DEBUG and logging.INFO
 _SILENT = logging.CRITICAL + 1
@@ -110,22 +108,3 @@ def only_errors() -> Iterator[None]:
         yield
     finally:
         LOG.setLevel(before)
-
-
-def rank() -> int:
-    """The rank of this process; 0 without distributed training."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return _number("RANK", 0)  # set by torchrun, before the process group is initialized
-
-
-def world_size() -> int:
-    """The number of ranks; 1 without distributed training."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return _number("WORLD_SIZE", 1)
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else default

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.observe.logs import rank
+from onnxtrain.system.ranks import rank
 from onnxtrain.torch_compat.autograd import queue_callback
 
 _MIB = 2**20

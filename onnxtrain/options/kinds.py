@@ -169,6 +169,10 @@ def _read_bool(value: object) -> bool:
     return _TRUTH[word]
 
 
+def _read_bool_or_auto(value: object) -> bool | str:
+    return "auto" if str(value).strip().lower() == "auto" else _read_bool(value)
+
+
 def _read_text(value: object) -> str:
     if not isinstance(value, str):
         raise _invalid(value)
@@ -310,6 +314,7 @@ def optional(kind: Kind[T]) -> Kind[T | None]:
 
 
 BOOL = Kind("true, 1, yes, on, false, 0, no or off", _read_bool)
+BOOL_OR_AUTO: Kind[bool | str] = Kind(f"{BOOL.allowed}; or auto", _read_bool_or_auto)
 TEXT = Kind("text", _read_text)
 NAMES: Kind[tuple[str, ...]] = Kind("names, as a list or comma-separated", _read_names, ",".join)
 PATH = Kind("a path", _read_path)

@@ -13,6 +13,7 @@ from onnxtrain.options import json_file, without_effect
 from onnxtrain.options.former import FORMER, FormerOption, Values, warn_former
 from onnxtrain.options.kinds import (
     BOOL,
+    BOOL_OR_AUTO,
     BUDGET,
     FALLBACK_POLICY,
     LOG_LEVEL,
@@ -137,11 +138,12 @@ class Options:
         "to a layer; 'all': also all subgraphs outside the layers, even if a smaller tensor must be kept for that; or "
         "subgraphs as pattern:kind:count, which `onnxtrain memory MODEL` lists",
     )
-    early_gradients: bool = _knob(
-        False,
-        BOOL,
+    early_gradients: bool | str = _knob(
+        "auto",
+        BOOL_OR_AUTO,
         "accumulate each layer's gradients into .grad and free them during backward, not at its end; hooks then fire "
-        "layer by layer, as in eager",
+        "layer by layer, as in eager; 'auto': if several processes train the model together when it is compiled, so "
+        "that gradients are exchanged while others are computed",
         "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
     )
     skip_padding: str = _knob(

@@ -12,6 +12,7 @@ from onnxtrain.graph.values import dtype_of, is_differentiable_type
 from onnxtrain.ops import NOT_DIFFERENTIABLE, definition_of
 from onnxtrain.plan.backward_stages import Groups, is_object
 from onnxtrain.plan.cut import Cut
+from onnxtrain.system import ranks
 
 
 def independent_results(joint: Joint, full: Cut) -> tuple[Groups, Groups]:
@@ -34,6 +35,16 @@ def independent_results(joint: Joint, full: Cut) -> tuple[Groups, Groups]:
     if len(groups) < 2:
         return (), ()
     return tuple(sorted(tuple(sorted(group)) for group in groups)), tuple(tuple(sorted(r)) for r in _reached(joint))
+
+
+def wants_stages(option: bool | str, joint: Joint, full: Cut) -> bool:
+    """Whether the option early_gradients asks for a backward in stages.
+
+    'auto' asks for it if several processes train the model. It keeps independent backwards: stages have one backward.
+    """
+    if option == "auto":
+        return ranks.world_size() > 1 and independent_results(joint, full) == ((), ())
+    return option is True
 
 
 def _reached(joint: Joint) -> list[frozenset[int]]:

@@ -28,6 +28,7 @@ from onnxtrain.plan.budget import bytes_allowed, choose_within_budget
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import cut
 from onnxtrain.plan.default_recompute import choose_by_default
+from onnxtrain.plan.independent_results import wants_stages
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice, choose_by_checkpoints
 from onnxtrain.plan.recompute_subgraphs import choose_by_options
 from onnxtrain.plan.storage import Storages, bind_symbols
@@ -120,7 +121,8 @@ def plan_memory(
     if options.memory_budget_bytes is not None:
         allowed, parts = bytes_allowed(options.memory_budget_bytes, inputs), cut(joint)
         # Gradients are released early if the option says so or nothing else fits, and backward can run in stages.
-        early = False if why_not_staged(parts, views) else options.early_gradients or None
+        wanted = wants_stages(options.early_gradients, joint, parts)
+        early = False if why_not_staged(parts, views) else wanted or None
         return MemoryPlan(
             joint,
             lambda symbol_values: choose_within_budget(parts, storages(symbol_values), allowed, mutated, early),

@@ -1,10 +1,15 @@
-"""DistributedDataParallel over ORTModule: two processes on gloo, equal to DistributedDataParallel over the module."""
+"""DistributedDataParallel over ORTModule: two processes on gloo, equal to DistributedDataParallel over the module.
+
+Scenarios "late" release gradients at the end of backward; the others have no option and release them early.
+"""
 
 from __future__ import annotations
 
 import copy
 import multiprocessing
+import statistics
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from onnxtrain import ORTModule
@@ -86,6 +92,50 @@ def equal(got: Any, eager: Any, exact: Any, where: str = "") -> None:
         assert got == eager, where
 
 
+def exchange_times(**options: Any) -> tuple[float, float]:
+    """When the first and the last all-reduce begin, as fractions of backward's processor time: medians of steps."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.Tanh())))
+    parallel = DistributedDataParallel(ORTModule(module, rng="torch", **options), bucket_cap_mb=0.25)
+    times: list[float] = []
+
+    def exchange(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        times.append(time.thread_time())  # backward runs in this thread, gloo in others
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    parallel.register_comm_hook(None, lambda _, bucket: exchange(bucket))  # DDP rejects an annotation that is a string
+    fractions = []
+    for _ in range(9):
+        loss = parallel(torch.randn(512, 256)).square().mean()
+        times.clear()
+        begin = time.thread_time()
+        loss.backward()
+        took = time.thread_time() - begin
+        fractions.append(((times[0] - begin) / took, (times[-1] - begin) / took))
+    first, last = zip(*fractions[4:], strict=True)  # the first steps measure kernels
+    return statistics.median(first), statistics.median(last)
+
+
+def check_exchange() -> None:
+    """Gradients are exchanged while backward runs; with the option off, after it."""
+    first, last = exchange_times()
+    assert first < 0.2, first
+    assert last > 0.7, last
+    late, _ = exchange_times(early_gradients=False)
+    assert late > 0.5, late
+
+
+def check_training(rank: int, scenario: str) -> None:
+    torch.manual_seed(rank)  # DDP broadcasts the first rank's parameters
+    module = Network()
+    options = {"early_gradients": False} if scenario.startswith("late") else {}
+    wrapped = ORTModule(copy.deepcopy(module), rng="torch", **options)
+    double = copy.deepcopy(module).double()
+    equal(*(train(side, rank, scenario) for side in (wrapped, module, double)))
+    expected = 2 if scenario.endswith("unused") else 1
+    assert count_captures(wrapped) == expected, "another capture than expected"
+
+
 def process(rank: int, folder: str) -> None:
     """Runs every scenario in one of the processes; writes what went wrong."""
     torch.set_num_threads(1)
@@ -97,13 +147,7 @@ def process(rank: int, folder: str) -> None:
         for scenario in SCENARIOS:
             report = ""
             try:
-                torch.manual_seed(rank)  # DDP broadcasts the first rank's parameters
-                module = Network()
-                wrapped = ORTModule(copy.deepcopy(module), rng="torch", early_gradients=scenario.startswith("early"))
-                double = copy.deepcopy(module).double()
-                equal(*(train(side, rank, scenario) for side in (wrapped, module, double)))
-                expected = 2 if scenario.endswith("unused") else 1
-                assert count_captures(wrapped) == expected, "another capture than expected"
+                check_exchange() if scenario == EXCHANGE else check_training(rank, scenario)
             except Exception:  # noqa: BLE001  # the parent shows it
                 report = traceback.format_exc()
             (Path(folder) / f"{scenario}-{rank}").write_text(report)
@@ -112,7 +156,9 @@ def process(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-SCENARIOS = ("plain", "unused", "views", "accumulate", "early", "early-unused", "early-accumulate")
+TRAINING = ("plain", "unused", "views", "accumulate", "late", "late-unused", "late-accumulate")
+EXCHANGE = "exchange"
+SCENARIOS = (*TRAINING, EXCHANGE)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +171,19 @@ def reports() -> dict[str, list[str]]:
         return {s: [(Path(folder) / f"{s}-{r}").read_text() for r in range(WORLD)] for s in SCENARIOS}
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
-@pytest.mark.parametrize("scenario", SCENARIOS)
+needs_gloo = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
+)
+
+
+@needs_gloo
+@pytest.mark.parametrize("scenario", TRAINING)
 def test_ddp_over_ortmodule_equals_ddp_over_eager(scenario: str, reports: dict[str, list[str]]) -> None:
     for rank, report in enumerate(reports[scenario]):
+        assert not report, f"rank {rank}:\n{report}"
+
+
+@needs_gloo
+def test_gradients_are_exchanged_while_backward_runs(reports: dict[str, list[str]]) -> None:
+    for rank, report in enumerate(reports[EXCHANGE]):
         assert not report, f"rank {rank}:\n{report}"

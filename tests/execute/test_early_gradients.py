@@ -13,6 +13,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import KernelError
+from onnxtrain.execute.early_gradients import StagedProgram
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.observe.allocations import peak_bytes, record
 from onnxtrain.plan import backward_stages
@@ -79,6 +80,34 @@ def stages_of(model: nn.Module) -> int:
     """The number of stages of the latest backward."""
     (backward,) = engine_of(model).newest().unit._backwards.values()
     return len(backward.program.programs)
+
+
+@pytest.mark.parametrize(("world", "option", "staged"), [(1, "auto", False), (2, "auto", True), (2, False, False)])
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_auto_releases_early_where_several_processes_train(
+    world: int, option: bool | str, staged: bool, budget: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onnxtrain.system.ranks.world_size", lambda: world)
+    model = ORTModule(Network().double(), early_gradients=option, memory_budget_bytes=budget)
+    loss_of(model(*inputs())).backward()
+    (backward,) = engine_of(model).newest().unit._backwards.values()
+    assert isinstance(backward.program, StagedProgram) == staged
+
+
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_auto_keeps_independent_backwards(budget: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [tower(x) for tower in self.towers]
+
+    monkeypatch.setattr("onnxtrain.system.ranks.world_size", lambda: 2)
+    model = ORTModule(Towers(), memory_budget_bytes=budget)
+    for output in model(torch.randn(2, 4)):
+        output.square().sum().backward()
 
 
 # The same numbers

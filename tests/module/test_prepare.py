@@ -195,9 +195,32 @@ def test_auto_logs_its_decision_and_reason(monkeypatch: pytest.MonkeyPatch) -> N
     hooked.blocks[1].register_forward_hook(lambda *_: None)
     assert report_of(onnxtrain.prepare(hooked)).by_block
     assert "blocks.1" in report_of(hooked).reason
-    monkeypatch.setattr("onnxtrain.observe.logs.world_size", lambda: 2)
+    monkeypatch.setattr("onnxtrain.system.ranks.world_size", lambda: 2)
     assert report_of(onnxtrain.prepare(Tower())).by_block
     assert not report_of(onnxtrain.prepare(Tower(), False)).by_block
+
+
+def test_auto_decides_again_at_the_first_call_and_when_a_process_group_appears(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, WIDTH)
+    hooked = onnxtrain.prepare(Tower().eval())
+    hooked.blocks[1].register_forward_hook(lambda *_: None)
+    hooked(x)
+    assert report_of(hooked).by_block
+    models = [onnxtrain.prepare(Tower().eval(), regional, rng="torch") for regional in ("auto", False)]
+    copied = copy.deepcopy(models[0])
+    expected = models[0](x)
+    held = models[0].forward
+    assert not report_of(models[0]).by_block
+    monkeypatch.setattr("onnxtrain.system.ranks.world_size", lambda: 2)
+    for model in (*models, copied):
+        model(x)
+    assert [report_of(model).by_block for model in (*models, copied)] == [True, False, True]
+    assert "several processes" in report_of(models[0]).reason
+    assert models[0].blocks[0].forward.options.rng == "torch"
+    for run in (models[0], held):
+        torch.testing.assert_close(run(x), expected)
+    assert all(region.compiled is not None for region in report_of(models[0]).regions)
+    assert "forward" not in vars(models[0])
 
 
 def test_preparing_again_applies_the_new_mode_and_options() -> None:

@@ -16,6 +16,7 @@ import torch
 from onnxtrain import DebugOptions, LogLevel, Options, ORTModule
 from onnxtrain.observe import logs
 from onnxtrain.observe.logs import DEVINFO
+from onnxtrain.system import ranks
 from tests.limits import WAIT_LIMIT_S
 
 LOG = logging.getLogger("onnxtrain")
@@ -94,7 +95,7 @@ def test_the_level_is_the_loggers(level: LogLevel, expected: int, monkeypatch: p
 def test_other_ranks_log_below_info_only(level: LogLevel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert (logs.rank(), logs.world_size()) == (3, 8)
+    assert (ranks.rank(), ranks.world_size()) == (3, 8)
     logs.set_up(Options(log_level=level))
     assert LOG.isEnabledFor(logging.CRITICAL) is (level < LogLevel.INFO)
 
@@ -103,7 +104,7 @@ def test_a_single_process_is_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in (None, "", "x"):
         for name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False) if text is None else monkeypatch.setenv(name, text)
-        assert (logs.rank(), logs.world_size()) == (0, 1)
+        assert (ranks.rank(), ranks.world_size()) == (0, 1)
 
 
 # The report of the initialisation

@@ -1,0 +1,26 @@
+"""The rank of this process and the number of ranks in distributed training."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def rank() -> int:
+    """The rank of this process; 0 without distributed training."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return _number("RANK", 0)  # set by torchrun, before the process group is initialized
+
+
+def world_size() -> int:
+    """The number of ranks; 1 without distributed training."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
