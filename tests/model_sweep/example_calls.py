@@ -13,6 +13,7 @@ from tests.zoo.entry import Call, Draw, ragged_mask
 CHOICES = 2
 SAMPLES = 1600  # of a waveform: a tenth of a second
 FRAMES = 64  # of a spectrogram
+GRID = 4  # patches along each side of an image that comes as patches
 _IGNORED = -100
 _CLASSES = 2  # the default of num_labels
 _CLASSIFICATIONS = (
@@ -21,6 +22,8 @@ _CLASSIFICATIONS = (
     "VideoClassification",
     "NextSentencePrediction",
 )
+
+_TEXT_CLASSIFICATIONS = ("SequenceClassification", "TokenClassification")
 
 
 def example_call(model: torch.nn.Module, draw: Draw, batch: int, length: int) -> Call:
@@ -72,13 +75,20 @@ class _Arguments:
         return getattr(self.config, "image_token_index", None) if token is None else token
 
     def _count_image_tokens(self) -> int:
-        """The features of an image that replace as many tokens: the model on the meta device says how many."""
+        """The features of an image, which replace as many tokens: the model says how many."""
         if self._image_token() is None or not {"input_ids", "pixel_values"} <= set(self.names):
             return 0
-        if not hasattr(self.model, "get_image_features"):
+        if self.kind in _TEXT_CLASSIFICATIONS:
             return 0
-        with torch.no_grad():
-            features = self.model.get_image_features(self._pixel_values().to("meta"))
+        if "image_grid_thw" in self.names:
+            merged = getattr(self._vision_config(), "spatial_merge_size", 1)
+            return int((GRID // merged) ** 2)
+        image_features = self._image_features()
+        if image_features is None:
+            return 0
+        sizes = {} if self._image_sizes() is None else {"image_sizes": self._image_sizes()}
+        with torch.no_grad(), torch.random.fork_rng():
+            features = image_features(self._images(), **sizes)
         features = getattr(features, "pooler_output", features)
         parts = features if isinstance(features, (list, tuple)) else [features]
         return sum(part.numel() // part.shape[-1] for part in parts) // self.batch
@@ -87,6 +97,8 @@ class _Arguments:
         return self._tokens() if self.main == "input_ids" or "pixel_values" in self.names else None
 
     def _attention_mask(self) -> torch.Tensor | None:
+        if self.main == "input_features" and "Whisper" not in type(self.model).__name__:
+            return torch.ones(self.batch, FRAMES, dtype=torch.long)
         if self.main != "input_ids":
             return None
         mask = self._mask()
@@ -104,25 +116,64 @@ class _Arguments:
 
     # Images and sound
 
-    def _channels(self) -> int:
-        vision = getattr(self.config, "vision_config", None) or self.config
-        return int(getattr(vision, "num_channels", 3) or 3)
+    def _vision_config(self) -> Any:
+        return getattr(self.config, "vision_config", None) or self.config
 
-    def _pixel_values(self) -> torch.Tensor:
-        vision = getattr(self.config, "vision_config", None) or self.config
+    def _pixel_values(self) -> torch.Tensor | None:
+        if self._image_token() is not None and self.kind in _TEXT_CLASSIFICATIONS:
+            return None
+        return self._images()
+
+    def _images(self) -> torch.Tensor:
+        vision = self._vision_config()
+        channels = int(getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3)
+        if "image_grid_thw" in self.names:
+            of_patch = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+            return self.draw.floats(self.batch * GRID**2, of_patch)
         size = getattr(vision, "image_size", IMAGE) or IMAGE
         height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        frames = getattr(self.config, "num_frames", None) if self.kind == "VideoClassification" else None
-        shape = (self._channels(), int(height), int(width))
-        return self.draw.floats(self.batch, *((frames,) if frames else ()), *shape)
+        shape = (channels, int(height), int(width))
+        if self.kind == "VideoClassification" and getattr(self.config, "num_frames", None):
+            return self.draw.floats(self.batch, self.config.num_frames, *shape)
+        if "pixel_attention_mask" in self.names and "spatial_shapes" not in self.names:
+            return self.draw.floats(self.batch, 1, *shape)  # a sample has a list of images
+        return self.draw.floats(self.batch, *shape)
+
+    def _pixel_values_videos(self) -> torch.Tensor | None:
+        if self.main != "pixel_values_videos":
+            return None
+        frames = getattr(self.config, "frames_per_clip", None) or self.config.num_frames
+        return self.draw.floats(self.batch, frames, 3, IMAGE, IMAGE)
+
+    def _image_features(self) -> Any:
+        return getattr(self.model.base_model, "get_image_features", None)
+
+    def _image_sizes(self) -> torch.Tensor | None:
+        """The sizes of the images where the vision model needs them; Llava takes them for other vision models."""
+        features = self._image_features()
+        parameter = inspect.signature(features).parameters.get("image_sizes") if features is not None else None
+        needed = parameter is not None and parameter.default is inspect.Parameter.empty
+        return torch.full((self.batch, 2), IMAGE) if needed else None
+
+    def _image_grid_thw(self) -> torch.Tensor | None:
+        return torch.tensor([[1, GRID, GRID]]).repeat(self.batch, 1) if self.image_tokens else None
+
+    def _mm_token_type_ids(self) -> torch.Tensor | None:
+        if not self.image_tokens:
+            return None
+        types = torch.zeros(self.shape, dtype=torch.long)
+        types[:, : self.image_tokens] = 1
+        return types
 
     def _input_values(self) -> torch.Tensor:
         if "AST" in type(self.model).__name__:
             return self.draw.floats(self.batch, self.config.max_length, self.config.num_mel_bins)
-        return self.draw.floats(self.batch, SAMPLES + 40 * self.length)
+        samples = 5 * SAMPLES if self.kind == "XVector" else SAMPLES  # its convolutions span 15 frames
+        return self.draw.floats(self.batch, samples + 40 * self.length)
 
     def _input_features(self) -> torch.Tensor | None:
-        mels = int(getattr(self.config, "num_mel_bins", None) or getattr(self.config, "input_feat_per_channel", 16))
+        config = getattr(self.config, "audio_config", None) or self.config
+        mels = int(getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 16))
         if "Whisper" in type(self.model).__name__:
             return self.draw.floats(self.batch, mels, 2 * self.config.max_source_positions)
         return self.draw.floats(self.batch, FRAMES, mels)

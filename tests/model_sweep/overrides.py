@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-_ONE_OF_EACH_BLOCK = {"layers_block_type": ["mamba", "hybrid"]}
 _DECODER_START = {"decoder_start_token_id": 0}
 # A quarter of the channels of EfficientNet-B0; the last convolution has round_filters(1280) of them.
 _EFFICIENTNET = {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320}
@@ -17,15 +16,20 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
     "BltConfig": {"encoder_hash_byte_group_vocab": 64},
     "BrosConfig": {"hidden_size": 64},  # the sinusoids have an eighth of a quarter of it
     "ChameleonConfig": {"vocabulary_map": {"<image>": 3}},
+    "CvtConfig": {"depth": [1, 2, 3]},  # a stage reads the dropout rate at its own index among its layers
     "DINOv3ConvNextConfig": {"hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1]},
+    "DeepseekVLConfig": {"image_token_id": 3},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "DepthProConfig": {"patch_size": 32},
     "Dots1Config": {"n_shared_experts": 1},
+    "DonutSwinConfig": {"patch_size": 2, "window_size": 2},
     "EfficientNetConfig": _EFFICIENTNET,
     "Emu3Config": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 4}},
     "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [48, 48]},
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},  # a quarter of the text model's width
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
+    "GraniteSpeechEncoderConfig": {"input_dim": 16},
+    "GraniteSpeechPlusEncoderConfig": {"input_dim": 16},
     "HGNetV2Config": {
         "stage_in_channels": [48, 32, 32, 64],
         "stage_mid_channels": [16, 16, 16, 16],
@@ -33,17 +37,24 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
         "stage_numb_of_layers": [2, 2, 2, 2],
     },
     "HieraConfig": {"decoder_depth": 1, "decoder_num_heads": 4},
-    "LayoutLMv3Config": {"coordinate_size": 4, "shape_size": 8},  # four and two of them make the width
+    "LayoutLMv3Config": {
+        "coordinate_size": 4,
+        "shape_size": 8,
+        "input_size": 32,
+    },  # four and two of them make the width
+    "JanusConfig": {"image_token_id": 3},
+    "LevitConfig": {"patch_size": 16, "image_size": 64},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "LiltConfig": {"hidden_size": 48},  # six embeddings of coordinates make the width
     "LongT5Config": _DECODER_START,
-    "LongcatFlashConfig": {"zero_expert_num": 2, "moe_topk": 2},
+    "LongcatFlashConfig": {"zero_expert_num": 2, "moe_topk": 2, "head_dim": 4, "qk_head_dim": 12},
     "LukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 32},
     "LwDetrViTConfig": {"num_windows": 4},
     "Mamba2Config": {"head_dim": 16},
     "MimiConfig": {"upsample_groups": 32, "vector_quantization_hidden_dimension": 32, "num_quantizers": 2},
     "Molmo2VisionConfig": {"image_size": [32, 32], "num_position_embeddings": 16},
     "MuseSparkAudioConfig": {"num_hidden_layers": 4},
+    "NemotronConfig": {"num_key_value_heads": 4},
     "NeoMMEConfig": {"head_dim": 16},
     "PerceiverConfig": {"num_cross_attention_heads": 1, "num_latents": 8},
     # Training takes lengths that are multiples of the chunks: both of the sweep's are.
@@ -65,15 +76,24 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
     "SwitchTransformersConfig": _DECODER_START,
     "Swinv2Config": {"patch_size": 2, "window_size": 2},
     "T5Config": _DECODER_START,
+    "UdopConfig": _DECODER_START,
+    "VipLlavaConfig": {"vision_feature_layers": [-2, -1]},
     "VitPoseBackboneConfig": {"num_experts": 1},
     "XmodConfig": {"default_language": "en_XX"},
-    "Zamba2Config": _ONE_OF_EACH_BLOCK,
-    "ZambaConfig": _ONE_OF_EACH_BLOCK,
+    "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"]},
+    "ZambaConfig": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
 # By the name of a model class.
 MODEL_OVERRIDES: dict[str, dict[str, Any]] = {
     "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
-    "Gemma4AssistantForCausalLM": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "Gemma4AssistantForCausalLM": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
     "ReformerModelWithLMHead": {"is_decoder": True},
 }

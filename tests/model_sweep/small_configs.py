@@ -23,7 +23,8 @@ _WIDTHS = (
     "decoder_embed_dim adapter_dim model_dim lm_hidden_size vision_hidden_size mask_feature_size "
     "feature_size conv_dim_single output_hidden_size out_hidden_size d_embed codebook_dim emb_dim d_latents "
     "audio_hidden_size text_hidden_size pred_hidden_size fusion_hidden_size head_hidden_size image_token_embed_dim "
-    "vision_output_dim projector_input_dim projector_output_dim projector_hidden_size base_channels latent_channels"
+    "vision_output_dim projector_input_dim projector_output_dim projector_hidden_size base_channels latent_channels "
+    "encoder_hidden_dim hidden_size_global"
 )
 _INNER = (
     "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim dim_feedforward moe_intermediate_size "
@@ -113,11 +114,16 @@ SIZES: dict[str, Any] = {
     "attention_window": 4,
     "n_groups": 2,
     "mm_tokens_per_image": 4,
+    "mask_time_length": 2,
+    "mask_feature_length": 2,
+    "feature_projection_input_dim": 16,
     "context_length": 16,
     "prediction_length": 4,
 }
 # Special tokens beyond the small vocabulary would index outside of the embeddings.
 _TOKENS = ("_token_id", "_token_index", "_token_ids", "_idx")
+# Frequencies of time, height and width: together half of a head.
+_MULTIMODAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 
 def small_config(config_class: Any, overrides: Mapping[str, Any]) -> Any:
@@ -135,6 +141,8 @@ def _small_values(config_class: Any, from_parent: Mapping[str, Any], overrides: 
         if field.init and field.name not in nested:
             default = from_parent.get(field.name, _default(field))
             value = _small(field.name, default, special_tokens)
+            if field.name == "rope_parameters" and "mrope_section" in config_class.ignore_keys_at_rope_validation:
+                value = _MULTIMODAL_ROPE
             if value is not None:
                 values[field.name] = value
             elif field.name in from_parent:
@@ -178,7 +186,7 @@ def _sub_config(
 def _key_heads(config_class: Any, from_parent: Mapping[str, Any]) -> dict[str, int]:
     """Fewer heads of keys than of queries where the defaults have fewer."""
     defaults = {field.name: _default(field) for field in dataclasses.fields(config_class)} | dict(from_parent)
-    heads = {defaults.get(name) for name in _HEADS.split()}
+    heads = [defaults.get(name) for name in _HEADS.split()]
     names = [name for name in _KEY_HEADS.split() if defaults.get(name) is not None]
     return {name: HEADS if defaults[name] in heads else 2 for name in names}
 
@@ -195,6 +203,8 @@ def _small(name: str, default: Any, special_tokens: Iterator[int]) -> Any:
     """The small value of a field; None leaves its default."""
     if name == "pad_token_id" and default is None:
         return 0  # heads of sequence classification look for the last token that is no padding
+    if name == "patch_size" and isinstance(default, int) and default < PATCH:
+        return None
     if name in SIZES and default != 0 and (default is None or isinstance(default, (int, float, bool))):
         return SIZES[name]
     if name in _BY_STAGE and isinstance(default, (list, tuple)):

@@ -112,10 +112,10 @@ def _zoo_model(entry: Entry) -> ZooModel:
     config_class = model_class.config_class or getattr(transformers, entry.config)
     config = small_config(config_class, MODEL_OVERRIDES.get(entry.name, {}))
     with torch.device("meta"):
-        probe = model_class(config)
-    count = sum(p.numel() for p in probe.parameters())
+        count = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
     if count > _MOST_PARAMETERS:
         raise ValueError(f"{count:,} parameters: not small")
+    probe = model_class(copy.deepcopy(config))
 
     def make() -> torch.nn.Module:
         module: torch.nn.Module = model_class(copy.deepcopy(config))
