@@ -173,6 +173,7 @@ train()
 """
 
 
+@pytest.mark.compiler  # without one, a warning says so
 def test_training_logs_nothing_by_default_and_the_report_at_info() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "ORTMODULE_LOG_LEVEL"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", BERT], env=environment, capture_output=True, text=True, check=True)

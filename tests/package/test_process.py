@@ -149,6 +149,7 @@ def run(*sources: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.compiler  # without one, a warning says so
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for the allocator")
 def test_training_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     done = run(STATE, TRAIN, AFTER, ONNXTRAIN_CACHE_DIR=str(tmp_path))
