@@ -1,7 +1,7 @@
 """Detect whether the user reads the padding of a module's results.
 
 A packed program fills the padding of results [batch, steps, ..] with zeros, where eager has values. That is equivalent
-if nobody reads them, such as the logits that a model returns besides its loss. A loss that reads them has a gradient
+if they are unread, such as the logits that a model returns besides its loss. A loss that reads them has a gradient
 there:
 
     no backward yet                      batches run with padding
@@ -42,8 +42,8 @@ class PaddingReads:
     """Watches the gradients of the results of one module.
 
     Attributes:
-        may_pack: whether a backward has shown for each result that nobody reads its padding.
-        refuted: whether a backward has shown that somebody does, or a result has no gradient to check.
+        may_pack: whether a backward has shown for each result that its padding is unread.
+        refuted: whether a backward has shown that padding is read, or a result has no gradient to check.
     """
 
     def __init__(self, results: Mapping[int, Axes], names: Sequence[str], module_name: str) -> None:

@@ -37,16 +37,13 @@ def simplify_attention_masks(graph: ir.Graph, changes: Changes) -> None:
         if slot is None or slot.is_output or n.mask is None or "k" not in n.definition.slots:
             continue
         visible = _visible(n.mask, formulas)
-        if visible is None:
-            continue
-        if visible.is_true:
+        if visible is not None and visible.is_true:
             for name in ("mask", "fill"):  # `fill` is the score where a mask hides a column
                 if name in n.definition.slots and getattr(n, name) is not None:
                     node.replace_input_with(n.definition.slots[name].position, None)
             dropped += 1
-        elif _is_causal(visible) and not is_causal_mask(n.mask):
-            _make_causal(graph, n, slot.position)
-            causal += 1
+        elif is_causal_mask(n.mask) or (visible is not None and _is_causal(visible)):
+            causal += _make_causal(graph, n, slot.position)
     if dropped:
         changes.applied.append(f"dropped {counted(dropped, 'mask')} of attention that hide nothing")
     if causal:
@@ -76,12 +73,18 @@ def _is_causal(visible: Conditions) -> bool:
     return rank >= 2 and term == Affine(0, (0,) * (rank - 2) + (-1, 1))
 
 
-def _make_causal(graph: ir.Graph, n: NodeView, position: int) -> None:
-    """Set the flag of an op that has one; give any other the causal mask that its kernels know."""
+def _make_causal(graph: ir.Graph, n: NodeView, position: int) -> bool:
+    """Set the flag of an op that has one; give any other the causal mask that its kernels know.
+
+    Returns:
+        Whether the graph changed.
+    """
     if "is_causal" in n.definition.attributes:
         n.node.replace_input_with(position, None)
         n.node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
-        return
+        return True
+    if is_causal_mask(n.mask):
+        return False
     op = builder(graph)
     rows, columns = sizes.dims_of(n.q)[-2], sizes.dims_of(n.k)[-2]
     dtype = dtype_of(n.mask)
@@ -89,3 +92,4 @@ def _make_causal(graph: ir.Graph, n: NodeView, position: int) -> None:
         is_added = is_float(dtype)
         mask = causal_mask(op, rows, columns, dtype) if is_added else causal_visibility(op, rows, columns)
     n.node.replace_input_with(position, mask)
+    return True

@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder, definition_of
 from onnxtrain.ops.attention import gpu_kernels
-from onnxtrain.ops.attention.gpu_kernels import Options
+from onnxtrain.ops.attention.flash_formula import formula, formula_backward
+from onnxtrain.ops.attention.kernel_arguments import ScoreOptions
 from onnxtrain.ops.registry import FROM_TORCH
 from onnxtrain.testing import assert_no_worse_than_eager
 from onnxtrain.torch_compat import aten_kernels
@@ -45,14 +46,14 @@ def test_arguments_match_the_signatures_of_pytorchs_kernels(
     q = torch.empty(2, 4, rows, width, device="meta", dtype=torch.bfloat16)
     k, v = (torch.empty(2, 2, 9, width, device="meta", dtype=torch.bfloat16) for _ in range(2))
     mask = torch.empty(2, 1, rows, 9, device="meta", dtype=torch.bfloat16) if masked else None
-    options = Options(None, False, ratio)
-    y, logsumexp, state = gpu_kernels.attention(q, k, v, mask, options)
+    options = ScoreOptions(mask=mask)
+    y, logsumexp, state = gpu_kernels.attention(q, k, v, options, ratio)
     assert (y.shape, y.dtype) == (q.shape, q.dtype)
     assert (logsumexp.shape, logsumexp.dtype) == (q.shape[:3], torch.float32)
     assert (state is None) == (not ratio)
     if state is not None:
         assert (state.shape, state.dtype) == ((2,), torch.int64)
-    gradients = gpu_kernels.attention_backward(torch.empty_like(y), q, k, v, mask, y, logsumexp, state, options)
+    gradients = gpu_kernels.attention_backward(torch.empty_like(y), q, k, v, y, logsumexp, state, options, ratio)
     assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
 
 
@@ -63,9 +64,9 @@ def test_the_formula_is_as_accurate_as_pytorchs(causal: bool, masked: bool) -> N
     q, dy = (torch.randn(2, 4, 7, 8, generator=generator) for _ in range(2))
     k, v = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))
     mask = torch.randn(2, 1, 7, 9, generator=generator) if masked else None
-    options = Options(0.3, causal, 0.0)
-    y, _ = gpu_kernels.formula(q, k, v, mask, options, None)
-    results = y, *gpu_kernels.formula_backward(dy, q, k, v, mask, options, None)
+    options = ScoreOptions(0.3, mask=mask, causal=causal)
+    y, _ = formula(q, k, v, options)
+    results = y, *formula_backward(dy, q, k, v, y, options)
 
     def eager(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
@@ -143,8 +144,7 @@ def test_kernels_equal_eager(backend: SDPBackend, ratio: float) -> None:
         expected = eager, *torch.autograd.grad(eager, (q, k, v), dy)
         torch.manual_seed(7)
         with torch.no_grad():
-            options = Options(None, False, ratio)
-            y, logsumexp, state = gpu_kernels.attention(q, k, v, None, options)
-            found = y, *gpu_kernels.attention_backward(dy, q, k, v, None, y, logsumexp, state, options)
+            y, logsumexp, state = gpu_kernels.attention(q, k, v, ScoreOptions(), ratio)
+            found = y, *gpu_kernels.attention_backward(dy, q, k, v, y, logsumexp, state, ScoreOptions(), ratio)
     for got, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(got, theirs, rtol=0, atol=0)

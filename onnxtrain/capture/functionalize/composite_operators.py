@@ -80,7 +80,7 @@ def nested_cast_decompositions(functional: ExportedProgram) -> DecompositionTabl
     Args:
         functional: the program, with its composite operators decomposed.
     """
-    casting = hidden_casts(functional, FROM_TORCH)
+    casting = (op for op in hidden_casts(functional, FROM_TORCH) if not _samples(op))
     return {op: with_autocast_inside(op, decomposition_of_composite(op)) for op in casting}
 
 

@@ -17,7 +17,7 @@ from onnxtrain.graph import sizes, traversal
 
 _FLOATS = (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS)
 _VALUE_METADATA = ("scalar", "sizes")  # keys of a value's `meta` that are stored
-_RECOMPUTED = frozenset({"call"})  # keys of an ATen node's `meta` that are computed again
+_RECOMPUTED = frozenset({"call"})  # keys of an ATen node's `meta` that are recomputed
 
 
 def to_bytes(model: ir.Model) -> tuple[bytes, Any]:

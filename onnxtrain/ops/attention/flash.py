@@ -13,7 +13,6 @@ multiple of g: h/g heads of q share one head of k and v. Source: Dao 2023, https
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,14 +26,14 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.attention import compiled_kernels, gpu_kernels
+from onnxtrain.ops.attention.flash_formula import formula, formula_backward
 from onnxtrain.ops.attention.heads import group_size, repeat_heads, sum_over_groups
-from onnxtrain.ops.attention.kernel_arguments import ScoreOptions
-from onnxtrain.ops.attention.masks import causal_mask, is_causal_mask
+from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, ScoreOptions
+from onnxtrain.ops.attention.masks import causal_mask
 from onnxtrain.ops.attention.scores import (
     check_operand_ranks,
     matmul_gradients,
     probabilities_and_logsumexp,
-    scale_number,
     scale_value,
     score_dtype,
     score_factor,
@@ -49,7 +48,6 @@ from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
 from onnxtrain.ops.random.keyed_dropout import keep_mask_nodes
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.rows import arange
-from onnxtrain.ops.softmax.softmax import safe_softmax
 from onnxtrain.system.machine import current_machine
 from onnxtrain.torch_compat import aten_kernels
 
@@ -146,10 +144,7 @@ def attention(
         return aten_kernels.CPU_FLASH.get()(  # type: ignore[no-any-return]
             q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
         )
-    scores, _, wide_v = _masked_scores(q, k, v, mask, is_causal, scale)
-    logsumexp = scores.logsumexp(-1)
-    logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
-    return torch.matmul(safe_softmax(scores, -1), wide_v).to(q.dtype), logsumexp
+    return formula(q, k, v, ScoreOptions(scale, mask=mask, causal=is_causal))
 
 
 def attention_backward(
@@ -173,35 +168,7 @@ def attention_backward(
         return aten_kernels.CPU_FLASH_GRAD.get()(  # type: ignore[no-any-return]
             dy, q, k, v, y, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
         )
-    scores, wide_k, wide_v = _masked_scores(q, k, v, mask, is_causal, scale)
-    # Not from the logsumexp: for a row of finfo.min, adding the log of the number of columns is lost to rounding.
-    p = safe_softmax(scores, -1)
-    wide_dy, wide_q = dy.to(p.dtype), q.to(p.dtype)
-    dp = torch.matmul(wide_dy, wide_v.mT)
-    ds = (dp - (wide_dy * y).sum(-1, keepdim=True)).mul_(p).mul_(scale_number(scale, q))
-    dk = torch.matmul(ds.mT, wide_q).unflatten(1, (k.size(1), -1) if k.size(1) else (0, 1)).sum(2)
-    dv = torch.matmul(p.mT, wide_dy).unflatten(1, (k.size(1), -1) if k.size(1) else (0, 1)).sum(2)
-    return torch.matmul(ds, wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _masked_scores(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return masked scores as PyTorch's math path computes them; and k and v, widened, a head for each head of q."""
-    if q.dtype in (torch.float16, torch.bfloat16):
-        q, k, v = q.float(), k.float(), v.float()
-    if q.size(1) != k.size(1):
-        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
-    number = scale_number(scale, q)
-    root = math.sqrt(abs(number))
-    scores = torch.matmul(q * math.copysign(root, number), k.mT * root)
-    if mask is not None:
-        scores = scores.add_(mask)
-    if is_causal:
-        scores = scores.masked_fill_(
-            torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1), -math.inf
-        )
-    return scores, k, v
+    return formula_backward(dy, q, k, v, y, ScoreOptions(scale, mask=mask, causal=is_causal))
 
 
 def _compiled_is_faster(
@@ -224,14 +191,26 @@ def on_gpu(n: NodeView, device: str) -> bool:
     return device == "cuda" and aten_kernels.has_gpu_attention()
 
 
-def gpu_arguments(n: NodeView, mask: Any, ratio: float = 0.0) -> tuple[Any, Call]:
-    """Return the mask and the options of a node: a causal mask becomes the flag, so that flash attention can run."""
-    causal = is_causal_mask(n.mask) and not n.is_causal
-    return None if causal else mask, Call(gpu_kernels.Options, n.scale, bool(n.is_causal) or causal, ratio)
+def score_options(n: NodeView, mask: Any) -> Call:
+    """Return the `ScoreOptions` of a node."""
+    return Call(ScoreOptions, n.scale, None, mask, causal=bool(n.is_causal))
+
+
+def dropout_by_key(n: NodeView, key: Any) -> Call:
+    """Return the `DropoutOptions` of a node with a ratio."""
+    count = drop_count(n)
+    return Call(
+        DropoutOptions, key, count, dropout_scale(count / DROP_LEVELS, TORCH_DTYPES[score_dtype(dtype_of(n.q))])
+    )
+
+
+def drop_count(n: NodeView) -> int:
+    """Return for how many of its `DROP_LEVELS` values a key drops a probability."""
+    return round(drop_ratio(n) * DROP_LEVELS)
 
 
 def _lower_gpu(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
-    return Call(_gpu_attention, q, k, v, *gpu_arguments(n, mask))
+    return Call(_gpu_attention, q, k, v, score_options(n, mask))
 
 
 def _gpu_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,8 +220,8 @@ def _gpu_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _lower_grad_gpu(n: NodeView, dy: Any, q: Any, k: Any, v: Any, mask: Any, *saved: Any) -> Call:
     *rest, _ = saved
-    mask, options = gpu_arguments(n, mask, 0.0 if n.rng_state is None else drop_ratio(n))
-    return Call(gpu_kernels.attention_backward, dy, q, k, v, mask, *rest, options)
+    ratio = 0.0 if n.rng_state is None else drop_ratio(n)
+    return Call(gpu_kernels.attention_backward, dy, q, k, v, *rest, score_options(n, mask), ratio)
 
 
 def _lower(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
@@ -266,9 +245,8 @@ def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
 
 
 def _lower_grad_dropout(n: NodeView, dy: Any, q: Any, k: Any, v: Any, mask: Any, *saved: Any) -> Call:
-    _, _, key, _ = saved
-    options = Call(gpu_kernels.Options, n.scale, bool(n.is_causal), drop_ratio(n))
-    return Call(gpu_kernels.formula_backward, dy, q, k, v, mask, options, key)
+    y, _, key, _ = saved
+    return Call(formula_backward, dy, q, k, v, y, score_options(n, mask), dropout_by_key(n, key))
 
 
 def _has_dropout(n: NodeView, device: str) -> bool:
@@ -340,7 +318,7 @@ def _gradients_in_ops(
 
 def dropped(op: Builder, n: NodeView, x: ir.Value, key: ir.Value) -> ir.Value:
     """Apply to x[b, h, l, s] the dropout of a node with `ratio` whose mask a key determines (`keyed_bits.py`)."""
-    count, shape = round(drop_ratio(n) * DROP_LEVELS), sizes.dims_of(x)
+    count, shape = drop_count(n), sizes.dims_of(x)
     index = reshaped(op, arange(op, sizes.multiply(*shape)), shape)
     kept = cast(op, keep_mask_nodes(op, key, index, count), dtype_of(x))
     return mul_scalar(op, op.Mul(x, kept), dropout_scale(count / DROP_LEVELS, TORCH_DTYPES[dtype_of(x)]))

@@ -21,14 +21,24 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of
 from onnxtrain.ops.attention import gpu_kernels
 from onnxtrain.ops.attention.constructors import check_dropout_inputs, define_attention
-from onnxtrain.ops.attention.flash import dropped, forward_types, gpu_arguments, on_gpu, operands_and_scores
-from onnxtrain.ops.attention.scores import probabilities_and_logsumexp
+from onnxtrain.ops.attention.flash import (
+    drop_count,
+    dropped,
+    forward_types,
+    on_gpu,
+    operands_and_scores,
+    score_options,
+)
+from onnxtrain.ops.attention.flash_formula import formula
+from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, ScoreOptions
+from onnxtrain.ops.attention.scores import probabilities_and_logsumexp, score_dtype
 from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.constructors import no_axes
 from onnxtrain.ops.definition import Call, Kernel, NodeView
+from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.random import keyed_bits
-from onnxtrain.ops.random.dropout import drop_ratio
+from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale
 
 Tensor = torch.Tensor
 
@@ -62,20 +72,20 @@ def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir
 
 
 def attention_dropout(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: gpu_kernels.Options
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, count: int, keep_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, the logsumexp and a new key, which determines the dropout mask; by a formula, on any device."""
     key = keyed_bits.sample_key().to(q.device)
-    return *gpu_kernels.formula(q, k, v, mask, options, key), key
+    return *formula(q, k, v, options, DropoutOptions(key, count, keep_scale)), key
 
 
 def _lower_gpu(n: NodeView, q: Any, k: Any, v: Any, mask: Any, *_: Any) -> Call:
-    return Call(gpu_kernels.attention, q, k, v, *gpu_arguments(n, mask, drop_ratio(n)))
+    return Call(gpu_kernels.attention, q, k, v, score_options(n, mask), drop_ratio(n))
 
 
 def _lower(n: NodeView, q: Any, k: Any, v: Any, mask: Any, *_: Any) -> Call:
-    options = Call(gpu_kernels.Options, n.scale, bool(n.is_causal), drop_ratio(n))
-    return Call(attention_dropout, q, k, v, mask, options)
+    keep_scale = dropout_scale(drop_count(n) / keyed_bits.DROP_LEVELS, TORCH_DTYPES[score_dtype(dtype_of(n.q))])
+    return Call(attention_dropout, q, k, v, score_options(n, mask), drop_count(n), keep_scale)
 
 
 define_attention(

@@ -12,15 +12,16 @@ yet.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
+from onnxtrain.ops.attention.dense_aten import score_torch_dtype
+from onnxtrain.ops.attention.flash_formula import formula, formula_backward, repeat_for_queries, sum_groups
+from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, ScoreOptions
 from onnxtrain.ops.attention.scores import scale_number
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.random.dropout import dropout_scale
-from onnxtrain.ops.softmax.softmax import safe_softmax
 from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
@@ -35,20 +36,6 @@ _MASK_MULTIPLE = 16  # columns of a mask of memory-efficient attention
 _LOGSUMEXP_MULTIPLE = 32  # rows of its logsumexp
 
 
-class Options(NamedTuple):
-    """How an attention is computed.
-
-    Attributes:
-        scale: None for 1/√e.
-        causal: whether row r attends to columns 0 to r only.
-        ratio: the share of probabilities that dropout drops.
-    """
-
-    scale: float | None
-    causal: bool
-    ratio: float
-
-
 class _Choice(NamedTuple):
     """The kernel, and keys and values as it takes them."""
 
@@ -57,20 +44,20 @@ class _Choice(NamedTuple):
     v: Tensor
 
 
-def _choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> _Choice:
+def _choose(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, ratio: float) -> _Choice:
     """Ask PyTorch for the kernel; where none shares heads of k and v, each is repeated for its group of q's."""
     ask = aten_kernels.SDP_CHOICE.get()
     shares = q.size(1) != k.size(1)
-    flags = options.ratio, options.causal
-    backend = ask(q, k, v, mask, *flags, scale=options.scale, enable_gqa=shares)
+    flags = options.mask, ratio, options.causal
+    backend = ask(q, k, v, *flags, scale=options.scale, enable_gqa=shares)
     if shares and backend not in (_FLASH, _CUDNN):
-        k, v = (_repeated(x, q) for x in (k, v))
-        backend = ask(q, k, v, mask, *flags, scale=options.scale, enable_gqa=False)
+        k, v = (repeat_for_queries(x, q) for x in (k, v))
+        backend = ask(q, k, v, *flags, scale=options.scale, enable_gqa=False)
     return _Choice(backend, k, v)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, ratio: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return y, its logsumexp and rng_state, which is None without dropout.
 
@@ -78,28 +65,28 @@ def attention(
         q: [b, h, l, e].
         k: [b, g, s, e], of which each head serves h/g heads of q.
         v: [b, g, s, d].
-        mask: additive, broadcasts to the scores.
-        options: see there.
+        options: the scale, the added mask, which broadcasts to the scores, and the causal flag.
+        ratio: the share of probabilities that dropout drops.
     """
-    choice = _choose(q, k, v, mask, options)
+    choice = _choose(q, k, v, options, ratio)
     scale = scale_number(options.scale, q)
     if choice.backend == _FLASH:
         y, logsumexp, _, _, _, _, state, _, _ = aten_kernels.gpu_flash.get()(
-            *map(_padded_heads, (q, choice.k, choice.v)), options.ratio, options.causal, False, scale=scale
+            *map(_padded_heads, (q, choice.k, choice.v)), ratio, options.causal, False, scale=scale
         )
-        return y[..., : v.size(3)], logsumexp, state.view(torch.int64) if options.ratio else None
+        return y[..., : v.size(3)], logsumexp, state.view(torch.int64) if ratio else None
     if choice.backend == _CUDNN:
         y, logsumexp, _, _, _, _, seed, offset, _ = aten_kernels.gpu_cudnn.get()(
-            q, choice.k, choice.v, mask, True, options.ratio, options.causal, False, scale=scale
+            q, choice.k, choice.v, options.mask, True, ratio, options.causal, False, scale=scale
         )
-        return y, logsumexp.squeeze(-1), _state(seed, offset, options.ratio)
+        return y, logsumexp.squeeze(-1), _state(seed, offset, ratio)
     if choice.backend == _EFFICIENT:
         y, logsumexp, seed, offset = aten_kernels.gpu_efficient.get()(
-            q, choice.k, choice.v, _aligned_mask(mask, q, k), True, options.ratio, options.causal, scale=scale
+            q, choice.k, choice.v, _aligned_mask(options.mask, q, k), True, ratio, options.causal, scale=scale
         )
-        return y, logsumexp[:, :, : q.size(2)], _state(seed, offset, options.ratio)
-    key = keyed_bits.sample_key().to(q.device) if options.ratio else None
-    return *formula(q, k, v, mask, options, key), key
+        return y, logsumexp[:, :, : q.size(2)], _state(seed, offset, ratio)
+    key = keyed_bits.sample_key().to(q.device) if ratio else None
+    return *formula(q, k, v, options, _dropout(q, key, ratio)), key
 
 
 def attention_backward(
@@ -107,45 +94,40 @@ def attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
     y: Tensor,
     logsumexp: Tensor,
     state: Tensor | None,
-    options: Options,
+    options: ScoreOptions,
+    ratio: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `state` is the rng_state of `attention`, or None without dropout."""
-    choice = _choose(q, k, v, mask, options)
+    choice = _choose(q, k, v, options, ratio)
     scale = scale_number(options.scale, q)
     state = torch.empty(2, dtype=torch.int64, device=q.device) if state is None else state  # unread without dropout
     none = state.new_empty(0)
     if choice.backend == _FLASH:
         wide = (_padded_heads(x) for x in (dy, q, choice.k, choice.v, y))
         found = aten_kernels.gpu_flash_grad.get()(
-            *wide, logsumexp, none, none, q.size(2), k.size(2), options.ratio, options.causal,
+            *wide, logsumexp, none, none, q.size(2), k.size(2), ratio, options.causal,
             state.view(torch.uint64), none.view(torch.uint64), scale=scale,
         )  # fmt: skip
         gradients = tuple(g[..., : x.size(3)] for g, x in zip(found, (q, k, v), strict=True))
     elif choice.backend == _CUDNN:
         gradients = aten_kernels.gpu_cudnn_grad.get()(
-            dy, q, choice.k, choice.v, y, logsumexp.unsqueeze(-1), state[0], state[1], mask,
-            none, none, q.size(2), k.size(2), options.ratio, options.causal, scale=scale,
+            dy, q, choice.k, choice.v, y, logsumexp.unsqueeze(-1), state[0], state[1], options.mask,
+            none, none, q.size(2), k.size(2), ratio, options.causal, scale=scale,
         )  # fmt: skip
     elif choice.backend == _EFFICIENT:
         missing = -q.size(2) % _LOGSUMEXP_MULTIPLE
         wide_logsumexp = torch.nn.functional.pad(logsumexp, (0, missing)) if missing else logsumexp
         gradients = aten_kernels.gpu_efficient_grad.get()(
-            dy, q, choice.k, choice.v, _aligned_mask(mask, q, k), y, wide_logsumexp, state[0], state[1],
-            options.ratio, [True, True, True, False], options.causal, scale=scale,
+            dy, q, choice.k, choice.v, _aligned_mask(options.mask, q, k), y, wide_logsumexp, state[0], state[1],
+            ratio, [True, True, True, False], options.causal, scale=scale,
         )[:3]  # fmt: skip
     else:
-        return formula_backward(dy, q, k, v, mask, options, state)
+        return formula_backward(dy, q, k, v, y, options, _dropout(q, state, ratio))
     dq, dk, dv = gradients
-    return dq, _sum_groups(dk, k), _sum_groups(dv, v)
-
-
-def _sum_groups(dx: Tensor, x: Tensor) -> Tensor:
-    """Add the gradients of the heads into which a head of k or v was repeated."""
-    return dx if dx.size(1) == x.size(1) else dx.unflatten(1, (x.size(1), -1)).sum(2)
+    return dq, sum_groups(dk, k), sum_groups(dv, v)
 
 
 def _padded_heads(x: Tensor) -> Tensor:
@@ -167,53 +149,9 @@ def _state(seed: Tensor, offset: Tensor, ratio: float) -> Tensor | None:
     return torch.stack([seed, offset]).to(torch.int64) if ratio else None
 
 
-# The formula
-
-
-def formula(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, key: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return y and the logsumexp [b, h, l], in float32 at least; `key` determines the dropout mask."""
-    p, logsumexp = _probabilities(q, k, mask, options)
-    y = torch.matmul(p * _keep_factors(p, key, options.ratio), _repeated(v, q).to(p.dtype))
-    return y.to(q.dtype), logsumexp
-
-
-def formula_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, key: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
-    p, _ = _probabilities(q, k, mask, options)
-    kept = _keep_factors(p, key, options.ratio)
-    wide_dy, wide_q, wide_k, wide_v = (x.to(p.dtype) for x in (dy, q, _repeated(k, q), _repeated(v, q)))
-    dp = torch.matmul(wide_dy, wide_v.mT) * kept
-    ds = (dp - (dp * p).sum(-1, keepdim=True)).mul_(p).mul_(scale_number(options.scale, q))
-    dk, dv = torch.matmul(ds.mT, wide_q), torch.matmul((p * kept).mT, wide_dy)
-    return torch.matmul(ds, wide_k).to(q.dtype), _sum_groups(dk, k).to(k.dtype), _sum_groups(dv, v).to(v.dtype)
-
-
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Return k or v with a head for each head of q."""
-    return x if x.size(1) == q.size(1) else x.repeat_interleave(q.size(1) // x.size(1), 1)
-
-
-def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the probabilities [b, h, l, s] and the logsumexp [b, h, l]."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.matmul(q.to(wide) * scale_number(options.scale, q), _repeated(k, q).to(wide).mT)
-    if mask is not None:
-        scores = scores.add_(mask)
-    if options.causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores = scores.masked_fill_(hidden, -math.inf)
-    logsumexp = scores.logsumexp(-1)
-    return safe_softmax(scores, -1), logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
-
-
-def _keep_factors(p: Tensor, key: Tensor | None, ratio: float) -> Tensor | float:
-    """Return 0 for each probability that dropout drops, and its factor for each that it keeps."""
-    if not ratio or key is None:
-        return 1.0
-    dropped = round(ratio * keyed_bits.DROP_LEVELS)
-    kept = keyed_bits.keep_mask(key, p.numel(), dropped).view(p.shape)
-    return kept.to(p.dtype).mul_(dropout_scale(dropped / keyed_bits.DROP_LEVELS, p.dtype))
+def _dropout(q: Tensor, key: Tensor | None, ratio: float) -> DropoutOptions | None:
+    """Return the dropout of the formula, whose mask a key determines."""
+    if key is None or not ratio:
+        return None
+    count = round(ratio * keyed_bits.DROP_LEVELS)
+    return DropoutOptions(key, count, dropout_scale(count / keyed_bits.DROP_LEVELS, score_torch_dtype(q)))

@@ -1,0 +1,93 @@
+"""Attention and its logsumexp by PyTorch's operators, with the scores as PyTorch's math path computes them.
+
+It runs where no kernel of PyTorch fits, on any device. Of `ScoreOptions` it knows the scale, the added mask and the
+causal flag.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, ScoreOptions
+from onnxtrain.ops.attention.scores import scale_number
+from onnxtrain.ops.random import keyed_bits
+from onnxtrain.ops.softmax.softmax import safe_softmax
+
+Tensor = torch.Tensor
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, dropout: DropoutOptions | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return y[b, h, l, d] and the logsumexp [b, h, l], which is 0 for a fully masked row.
+
+    Args:
+        q: [b, h, l, e].
+        k: [b, g, s, e].
+        v: [b, g, s, d].
+        options: how the scores are computed.
+        dropout: of the probabilities; None without.
+    """
+    scores, _, wide_v = _masked_scores(q, k, v, options)
+    logsumexp = scores.logsumexp(-1)
+    logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
+    return torch.matmul(_dropped(safe_softmax(scores, -1), dropout), wide_v).to(q.dtype), logsumexp
+
+
+def formula_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    options: ScoreOptions,
+    dropout: DropoutOptions | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    scores, wide_k, wide_v = _masked_scores(q, k, v, options)
+    # Not from the logsumexp: for a row of finfo.min, adding the log of the number of columns is lost to rounding.
+    p = safe_softmax(scores, -1)
+    wide_dy, wide_q = dy.to(p.dtype), q.to(p.dtype)
+    dp = _dropped(torch.matmul(wide_dy, wide_v.mT), dropout)
+    total = wide_dy * y if dropout is None else dp * p
+    ds = (dp - total.sum(-1, keepdim=True)).mul_(p).mul_(scale_number(options.scale, q))
+    dk, dv = torch.matmul(ds.mT, wide_q), torch.matmul(_dropped(p, dropout).mT, wide_dy)
+    return torch.matmul(ds, wide_k).to(q.dtype), sum_groups(dk, k).to(k.dtype), sum_groups(dv, v).to(v.dtype)
+
+
+def repeat_for_queries(x: Tensor, q: Tensor) -> Tensor:
+    """Return k or v with a head for each head of q."""
+    return x if x.size(1) == q.size(1) else x.repeat_interleave(q.size(1) // x.size(1), 1)
+
+
+def sum_groups(dx: Tensor, x: Tensor) -> Tensor:
+    """Add the gradients of the heads into which each head of k or v was repeated."""
+    if dx.size(1) == x.size(1):
+        return dx
+    summed: Tensor = dx.unflatten(1, (x.size(1), -1) if x.size(1) else (0, 1)).sum(2)
+    return summed
+
+
+def _masked_scores(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Return masked scores as PyTorch's math path computes them; and k and v, widened, a head for each head of q."""
+    if q.dtype in (torch.float16, torch.bfloat16):
+        q, k, v = q.float(), k.float(), v.float()
+    k, v = (repeat_for_queries(x, q) for x in (k, v))
+    number = scale_number(options.scale, q)
+    root = math.sqrt(abs(number))
+    scores = torch.matmul(q * math.copysign(root, number), k.mT * root)
+    if options.mask is not None:
+        scores = scores.add_(options.mask)
+    if options.causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores = scores.masked_fill_(hidden, -math.inf)
+    return scores, k, v
+
+
+def _dropped(x: Tensor, dropout: DropoutOptions | None) -> Tensor:
+    if dropout is None:
+        return x
+    kept = keyed_bits.keep_mask(dropout.key, x.numel(), dropout.drop_count).view(x.shape)
+    return x * kept.to(x.dtype).mul_(dropout.keep_scale)
