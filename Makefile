@@ -1,26 +1,26 @@
-# Each target sets up what it needs in .venv, from nothing; a stamp file says that it is there.
+# Each target creates .venv with its dependencies if needed; a stamp file marks what is installed.
 #
-#   make demo [QUICK=1]   fine-tunes a small pretrained model in eager PyTorch and in onnxtrain, side by side
-#   make test             checks and tests          make test-all   the slow tests as well
-#   make lint             checks only               make format     formats and fixes what can be fixed
-#   make docs             builds the documentation into build/docs; a warning or a broken link is an error
-#   make fuzz MINUTES=5   random programs, in onnxtrain and in eager PyTorch
-#   make faults           known faults, put back one at a time: which tests notice them
-#   make test-gpu-plans   what a step would launch on a GPU, on fake tensors: installs PyTorch's CUDA build, 5 GB
-#   make model-sweep      every class of transformers' auto mappings, small, in onnxtrain and in eager PyTorch
+#   make demo [QUICK=1]   fine-tune a small pretrained model in eager PyTorch and in onnxtrain, side by side
+#   make test             run checks and tests      make test-all   also run the slow tests
+#   make lint             run the checks only       make format     format the code, and fix what ruff can fix
+#   make docs             build the documentation into build/docs; warnings and broken links are errors
+#   make fuzz MINUTES=5   compare random programs in onnxtrain and in eager PyTorch
+#   make faults           reintroduce known faults one at a time, and list the tests that fail
+#   make test-gpu-plans   check the kernel launches of a step on a GPU, with fake tensors (installs CUDA PyTorch, 5 GB)
+#   make model-sweep      compare each class of transformers' auto mappings, small, in onnxtrain and in eager PyTorch
 #                         (ARGS=--write also writes docs/reference/models.md)
-#   make matrix           tests in other environments: folders, instruction sets, threads, no compiler, no network, ...
-#   make bench            measures
+#   make matrix           run tests in other environments: folders, instruction sets, threads, no compiler, no network
+#   make bench            run the benchmarks
 #
-# PYTHON names the interpreter, JOBS the number of test processes, ARGS further arguments of the program that is run.
-# Each version is tested in an environment of its own: make test PYTHON=python3.13 TORCH=2.11.0 VENV=.venv-3.13-2.11
+# PYTHON is the interpreter, JOBS the number of test processes, ARGS further arguments of the program.
+# Test another version in its own environment: make test PYTHON=python3.13 TORCH=2.11.0 VENV=.venv-3.13-2.11
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
-# Neighbouring tests share captures and fixtures: a process takes a stretch of them, and at the end from another's.
+# Neighbouring tests share captures and fixtures: `worksteal` gives each process a contiguous range of tests.
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=15
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.minilm $(if $(QUICK),--quick) $(ARGS)
 
-# mypy takes 16 s of one core without its cache: beside the tests no core waits meanwhile.
+# Lint in parallel with the tests: without its cache, mypy takes 16 s on one core.
 test: $(VENV)/.dev $(VENV)/.browser
 	$(MAKE) --no-print-directory --jobs=2 lint run-tests
 
@@ -40,7 +40,7 @@ run-tests:
 test-all: lint docs $(VENV)/.browser $(VENV)/.cpp
 	$(PYTEST) --slow $(ARGS)
 
-# `===` is the same version of any build: `==` may find a CPU build first.
+# `===` matches the version string exactly; `==` also accepts a CPU build such as 2.13.0+cpu.
 test-gpu-plans:
 	$(MAKE) --no-print-directory VENV=.venv-cuda TORCH='=$(TORCH)' .venv-cuda/.dev
 	.venv-cuda/bin/pytest --slow -n0 tests/gpu_without_one $(ARGS)
@@ -79,21 +79,21 @@ format: $(VENV)/.dev
 clean:
 	rm -rf $(VENV)
 
-# torch first and by its exact version: any other request may bring gigabytes of another build. On a machine without a
-# GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves those gigabytes.
+# Install torch first, pinned: later requirements could replace it with another build of several gigabytes. On
+# a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu selects the small CPU build.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==$(TORCH)
 	touch $@
 
-# The page of examples/web is tested in Node and Chromium. Its tests say so and are skipped where one is missing and
+# examples/web is tested in Node and Chromium. Its tests are skipped, with this reason, if one of them is missing and
 # cannot be installed.
 $(VENV)/.browser: examples/web/package.json $(VENV)/.torch
 	-command -v npm >/dev/null && npm install --prefix examples/web --no-audit --no-fund --loglevel=error
 	-command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
 	touch $@
 
-# So is the test of examples/cpp, which builds it.
+# The test of examples/cpp builds it, and is skipped likewise.
 $(VENV)/.cpp: $(VENV)/.torch
 	-{ command -v cmake && command -v g++ && [ -e /usr/include/nlohmann/json.hpp ]; } >/dev/null || \
 	  { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq cmake g++ nlohmann-json3-dev >/dev/null; }

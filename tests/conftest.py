@@ -1,4 +1,4 @@
-"""Skips what this machine or this run has no room for, and fails a test that changes global state for the next one."""
+"""Skip tests that this machine cannot run, and fail tests that leave global state changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxtrain.system.machine import Machine, current_machine
 from tests.machines import MACHINES, Describe, limited, replace_current
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-LARGE_GB = 8  # what a test marked `large` may need, unless it says so itself: @pytest.mark.large(gb=16)
+LARGE_GB = 8  # memory of a test marked `large`; @pytest.mark.large(gb=16) overrides it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,9 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if sys.version_info[:3] == (3, 13, 0):
         drop_warnings_of_slow_guards()
-    library._DELAY_S = 0.0  # no first step is waited for
+    library._DELAY_S = 0.0  # build the native library at once instead of after the first step
     if WORKERS > 1:
-        # One thread a worker: several pools of threads on the same cores are slower than none.
+        # One thread per worker: several thread pools on the same cores slow each other down.
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
     queue_no_seeds()
@@ -49,24 +49,24 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     instructions = " ".join(sorted(machine.onednn_instructions))
     return [
         f"machine: {machine.processor}, oneDNN with {instructions or 'no vectors'}, {machine.threads} threads",
-        f"slow tests: {'run' if config.getoption('--slow') else 'left out, as in `make test`; --slow runs them'}",
+        f"slow tests: {'run' if config.getoption('--slow') else 'deselected, as in `make test`; --slow runs them'}",
     ]
 
 
 def drop_warnings_of_slow_guards() -> None:
-    """Drops PyTorch's warning that its guards are slower on Python 3.13.0: tests count the warnings of a call.
+    """Suppress PyTorch's warning that guards are slower on Python 3.13.0, because tests count a call's warnings.
 
-    Not by `torch._dynamo.config.issue_3_13_0_warning`: that also turns off what makes the guards right on this release,
-    and a compiled module keeps training after `eval()`.
+    `torch._dynamo.config.issue_3_13_0_warning` would also disable the workaround that keeps guards correct on this
+    release: a compiled module would stay in training mode after `eval()`.
     """
     guards = importlib.import_module("torch._dynamo.guards")
     guards.GuardBuilder._get_generic_dict_manager_example_value = staticmethod(lambda example_value: None)
 
 
 def queue_no_seeds() -> None:
-    """Seeds of accelerators that this machine lacks are not kept for their first use, which never comes.
+    """Drop seeds for accelerators that this machine lacks, which PyTorch queues until their first use.
 
-    PyTorch keeps each with the text of the stack, at every torch.manual_seed: a third of the time of the tests of ops.
+    PyTorch formats a stack trace for each at every torch.manual_seed: a third of the time of the tests of ops.
     """
     devices = [(torch.cuda, torch.cuda.random), (torch.xpu, torch.xpu.random), (torch.mtia, torch.mtia)]
     for device, its_random in devices:
@@ -75,28 +75,28 @@ def queue_no_seeds() -> None:
 
 
 def list_composites_once() -> None:
-    """Looks PyTorch's composite operators up by their names only where their list has changed.
+    """Look up PyTorch's composite operators by name only if their list has changed.
 
-    PyTorch does so for each namespace of operators, twice in an export: 80 ms of the 400 of a small one.
+    PyTorch does it twice per export for each namespace of operators: 80 ms of the 400 ms of a small export.
     """
     utils = importlib.import_module("torch._export.utils")
-    look_up, known = utils._materialize_cpp_cia_ops, None
+    look_up, last_names = utils._materialize_cpp_cia_ops, None
 
     def look_up_changed() -> None:
-        nonlocal known
+        nonlocal last_names
         names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-        if names != known:
+        if names != last_names:
             look_up()
-            known = names
+            last_names = names
 
     utils._materialize_cpp_cia_ops = look_up_changed
 
 
 def write_no_traces() -> None:
-    """PyTorch's own loggers keep pytest's handlers away.
+    """Keep pytest's handlers off PyTorch's loggers.
 
-    pytest listens to every logger that does not propagate, and PyTorch writes a trace of each capture, with stacks and
-    graphs, as soon as somebody listens: an eighth of a capture's time.
+    pytest adds handlers to every logger that does not propagate, and with a handler PyTorch formats a trace of each
+    capture, with stacks and graphs: an eighth of a capture's time.
     """
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger) and not logger.propagate:
@@ -104,12 +104,12 @@ def write_no_traces() -> None:
 
 
 def memory_gb() -> float:
-    """The machine's memory."""
+    """Return the size of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def why_skip(item: pytest.Item) -> str | None:
-    """The reason for which a test cannot or should not run here."""
+    """Return why a test cannot or should not run here, or None."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         return "gpu: needs a CUDA device"
     if large := item.get_closest_marker("large"):
@@ -122,7 +122,7 @@ def why_skip(item: pytest.Item) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests marked slow: thousands of skips would take seconds."""
+    """Deselect tests marked slow; skipping thousands would take seconds."""
     if config.getoption("--slow"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
@@ -136,7 +136,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def global_state() -> dict[str, object]:
-    """What a test must leave as it found it."""
+    """Return the global state that a test must leave unchanged."""
     return {
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("ONNXTRAIN_", "ORTMODULE_"))},
         "default dtype": torch.get_default_dtype(),
@@ -150,10 +150,10 @@ def global_state() -> dict[str, object]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def rarely_collected() -> None:
-    """The collector looks no more at what earlier files loaded: with PyTorch's, more than a million objects.
+def loaded_objects_frozen() -> None:
+    """Exclude objects that earlier files loaded, over a million with PyTorch's, from garbage collection.
 
-    Collections took a seventh of the time of all tests, most of it in those that ask for one.
+    Collections took a seventh of the time of all tests, most of it in tests that request them.
     """
     gc.collect()
     gc.freeze()
@@ -161,7 +161,7 @@ def rarely_collected() -> None:
 
 @pytest.fixture(autouse=True)
 def clean_state() -> Iterator[None]:
-    """Seeds every test alike, whatever ran before, and compares the global state before and after."""
+    """Seed every test equally, and check that it leaves the global state unchanged."""
     torch.manual_seed(0)
     before = global_state()
     yield
@@ -170,7 +170,7 @@ def clean_state() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def clean_log() -> Iterator[None]:
-    """Takes back what a test sets up of the package's log: a level asked for stays, as users expect."""
+    """Restore the package's log level and handlers after a test."""
     log = logging.getLogger("onnxtrain")
     level, handlers = log.level, [*log.handlers]
     yield
@@ -180,14 +180,14 @@ def clean_log() -> Iterator[None]:
 
 @pytest.fixture
 def described_machine(monkeypatch: pytest.MonkeyPatch) -> Describe:
-    """Replaces the facts that kernel choice, planning and compiled code rest on.
+    """Replace the machine that kernel choice, planning and compiled code depend on.
 
-    `described_machine("avx2", threads=1)` takes a machine of tests/machines.py, or one that is given whole.
+    `described_machine("avx2", threads=1)` takes the name of a machine in tests/machines.py, or a Machine.
     """
 
     def describe(machine: str | Machine, **facts: object) -> Machine:
-        wish = dataclasses.replace(MACHINES[machine] if isinstance(machine, str) else machine, **facts)
-        replace_current(wish, monkeypatch.setattr)
-        return wish
+        described = dataclasses.replace(MACHINES[machine] if isinstance(machine, str) else machine, **facts)
+        replace_current(described, monkeypatch.setattr)
+        return described
 
     return describe

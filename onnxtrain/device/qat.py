@@ -23,11 +23,11 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from onnxtrain.device.checkpoint_state import CheckpointState
-from onnxtrain.device.qat_pairs import LIMITS, Products, Rounding, array, bias_products, read, roundings
+from onnxtrain.device.qat_pairs import LIMITS, Rounding, ScaleFactors, array, bias_scale_factors, read, roundings
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import MICROSOFT, ONNX
 
-_SUFFIX = "_quantized"  # appended to weight names by onnxruntime.quantization
+_SUFFIX = "_quantized"  # onnxruntime.quantization appends it to weight names
 _UNREACHED_LEVEL = 2**30  # rounding without clipping
 
 
@@ -36,10 +36,10 @@ class FakeQuantized:
     """A model for `generate_artifacts`.
 
     Attributes:
-        model: with a FakeQuant for each Q/DQ pair, and floating-point weights.
+        model: has a FakeQuant for each Q/DQ pair, and floating-point weights.
         parameters: the names of its weights and biases: all floating-point initializers of at least one dimension,
             except scales and the statistics of BatchNormalization.
-        scales: the names of the learned factors of scales; none if scales are frozen.
+        scales: the names of the learned scale factors; empty if scales are frozen.
     """
 
     model: onnx.ModelProto
@@ -51,9 +51,9 @@ def fake_quantize(model: onnx.ModelProto | str | os.PathLike[str], *, learn_scal
     """Make a quantized model trainable.
 
     Args:
-        model: a model in QDQ format, as onnxruntime.quantization.quantize_static writes it, or its path: 4, 8 or 16
-            bits, weights per tensor or per channel, float32 scales.
-        learn_scales: whether scales get trainable factors. Zero points are fixed.
+        model: a model in QDQ format, as onnxruntime.quantization.quantize_static writes it, or its path. Supported are
+            4, 8 and 16 bits, weights per tensor or per channel, and float32 scales.
+        learn_scales: whether scales get trainable factors. Zero points stay fixed.
 
     Returns:
         The model with the names of its parameters. Integer weights `<p>_quantized` become float32 parameters `<p>`.
@@ -62,10 +62,10 @@ def fake_quantize(model: onnx.ModelProto | str | os.PathLike[str], *, learn_scal
         ArtifactError: the model is not quantized, or not in this format (dynamic, QOperator or blockwise).
     """
     source = read(model)
-    found = roundings(source)
-    names, products = _parameter_names(found, source.graph), bias_products(found)
-    writer = _Writer(source.graph, names, products, learn_scales=learn_scales)
-    for rounding in found:
+    all_roundings = roundings(source)
+    names = _parameter_names(all_roundings, source.graph)
+    writer = _Writer(source.graph, names, bias_scale_factors(all_roundings), learn_scales=learn_scales)
+    for rounding in all_roundings:
         writer.replace(rounding)
     common.RemoveUnusedNodesPass()(source)
     source.graph.opset_imports.setdefault(MICROSOFT, 1)
@@ -75,11 +75,11 @@ def fake_quantize(model: onnx.ModelProto | str | os.PathLike[str], *, learn_scal
 def with_fake_quant(
     model: onnx.ModelProto | ir.Model | str | os.PathLike[str],
 ) -> onnx.ModelProto | ir.Model | str | os.PathLike[str]:
-    """A model with FakeQuant in place of each Q/DQ pair, where it has any; else the model itself."""
+    """Return the model with each Q/DQ pair replaced by a FakeQuant, or the model itself if it has no pairs."""
     if isinstance(model, str | os.PathLike):
         try:
             nodes = onnx.load(model, load_external_data=False).graph.node
-        except Exception:  # noqa: BLE001  whoever reads the model says what is wrong with the file
+        except Exception:  # noqa: BLE001  the caller loads the file too and reports the error
             return model
     else:
         nodes = model.graph.node if isinstance(model, onnx.ModelProto) else model.graph
@@ -91,14 +91,14 @@ def with_fake_quant(
 def quantize_trained(
     model: onnx.ModelProto | str | os.PathLike[str], state: CheckpointState | str | os.PathLike[str]
 ) -> onnx.ModelProto:
-    """Write trained values to the quantized model that was passed to `fake_quantize`, as integers.
+    """Write trained values as integers to the quantized model that was passed to `fake_quantize`.
 
     Weights are rounded as in the training graph. If scales were learned, an int32 bias whose scale was the product of
-    input and weight scale gets the new product.
+    the input's and the weight's scale gets the product of the learned scales.
 
     Args:
         model: that quantized model, or its path.
-        state: the trained state, or the path of its checkpoint. Values that it lacks are kept from the model.
+        state: the trained state, or the path of its checkpoint. Values that it lacks keep the model's values.
 
     Returns:
         The quantized model, with QuantizeLinear for activations only.
@@ -108,12 +108,12 @@ def quantize_trained(
         CheckpointError: the checkpoint cannot be read.
     """
     target = read(model)
-    found = roundings(target)
+    all_roundings = roundings(target)
     trained = state if isinstance(state, CheckpointState) else CheckpointState.load_checkpoint(state)
     values = {name: parameter.data for name, parameter in trained.parameters}
-    reader = _Integers(target.graph, _parameter_names(found, target.graph), values)
-    reader.set_scales(found, bias_products(found))
-    for rounding in found:
+    reader = _Integers(target.graph, _parameter_names(all_roundings, target.graph), values)
+    reader.set_scales(all_roundings, bias_scale_factors(all_roundings))
+    for rounding in all_roundings:
         reader.round(rounding)
     reader.set_floats()
     common.RemoveUnusedNodesPass()(target)
@@ -129,18 +129,19 @@ def _parameters(graph: ir.Graph, scales: set[ir.Value]) -> tuple[str, ...]:
     )
 
 
-def _parameter_names(found: Sequence[Rounding], graph: ir.Graph) -> dict[ir.Value, str]:
-    """The names of the floating-point parameters of integer weights: the same in both directions."""
-    taken: dict[str | None, ir.Node | None] = {value.name: None for value in graph.inputs}
-    taken |= dict.fromkeys(graph.initializers)
-    taken |= {value.name: node for node in graph for value in node.outputs}
+def _parameter_names(all_roundings: Sequence[Rounding], graph: ir.Graph) -> dict[ir.Value, str]:
+    """Return the name of each integer weight's floating-point parameter; `quantize_trained` derives the same names."""
+    used_names: dict[str | None, ir.Node | None] = {value.name: None for value in graph.inputs}
+    used_names |= dict.fromkeys(graph.initializers)
+    used_names |= {value.name: node for node in graph for value in node.outputs}
     names = {}
-    for rounding in found:
+    for rounding in all_roundings:
         if rounding.quantize is None:
-            plain = str(rounding.source.name).removesuffix(_SUFFIX)
-            own = taken.get(plain) is rounding.dequantize and not rounding.dequantize.outputs[0].is_graph_output()
-            free = plain not in taken or own
-            names[rounding.source] = plain if free else f"{rounding.source.name}_float"
+            base = str(rounding.source.name).removesuffix(_SUFFIX)
+            dequantized = rounding.dequantize.outputs[0]
+            replaces_dequantized = used_names.get(base) is rounding.dequantize and not dequantized.is_graph_output()
+            is_free = base not in used_names or replaces_dequantized
+            names[rounding.source] = base if is_free else f"{rounding.source.name}_float"
     return names
 
 
@@ -149,8 +150,8 @@ def _factor_name(scale: ir.Value) -> str:
 
 
 def _real(rounding: Rounding, integers: npt.NDArray[Any], scale: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    levels = integers.astype(np.int64) - rounding.beside(rounding.zero_point)
-    real: npt.NDArray[np.float32] = levels.astype(np.float32) * rounding.beside(scale)
+    levels = integers.astype(np.int64) - rounding.broadcast(rounding.zero_point)
+    real: npt.NDArray[np.float32] = levels.astype(np.float32) * rounding.broadcast(scale)
     return real
 
 
@@ -158,22 +159,22 @@ class _Writer:
     """Replace Q/DQ pairs in a graph."""
 
     def __init__(
-        self, graph: ir.Graph, names: Mapping[ir.Value, str], products: Products, *, learn_scales: bool
+        self, graph: ir.Graph, names: Mapping[ir.Value, str], scale_factors: ScaleFactors, *, learn_scales: bool
     ) -> None:
-        self.scales: set[ir.Value] = set()  # with constants beside them: not parameters
+        self.scales: set[ir.Value] = set()  # and added constants: not parameters
         self.factors: list[str] = []
         self._graph = graph
         self._names = names
-        self._products = products
+        self._scale_factors = scale_factors
         self._learn = learn_scales
         self._factors: dict[ir.Value, ir.Value] = {}
         self._floats: dict[ir.Value, ir.Value] = {}
 
     def replace(self, rounding: Rounding) -> None:
-        """Replace a pair by its trainable form; the output keeps its name."""
+        """Replace a pair by a FakeQuant; the output keeps its name."""
         old = rounding.dequantize.outputs[0]
         self.scales.add(rounding.scale)
-        x = self._float(rounding) if rounding.quantize is None else rounding.source
+        x = self._float_parameter(rounding) if rounding.quantize is None else rounding.source
         new = self._rounded(rounding, x)
         name = old.name
         old.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -181,12 +182,12 @@ class _Writer:
         new.name = f"{name}_rounded" if name == x.name else name
         new.type, new.shape = ir.TensorType(ir.DataType.FLOAT), old.shape
 
-    def _float(self, rounding: Rounding) -> ir.Value:
-        """Make a floating-point parameter of integers."""
+    def _float_parameter(self, rounding: Rounding) -> ir.Value:
+        """Return the floating-point parameter that replaces an integer initializer."""
         integers = rounding.source
         if integers not in self._floats:
             real = _real(rounding, array(integers), array(rounding.scale))
-            self._floats[integers] = self._held(self._names[integers], real)
+            self._floats[integers] = self._initializer(self._names[integers], real)
         return self._floats[integers]
 
     def _rounded(self, rounding: Rounding, x: ir.Value) -> ir.Value:
@@ -194,24 +195,25 @@ class _Writer:
         stem = str(rounding.dequantize.outputs[0].name)
         zero = rounding.zero_point.astype(np.float32)
         if not self._learn:
-            scale = rounding.scale if zero.size == 1 else self._beside(rounding)
-            held = self._constant(f"{stem}/zero_point", rounding.beside(zero))
-            return self._fake_quant(rounding, x, scale, held, low, high)
-        # round(x / s) · s has PyTorch's gradient of x, and the gradient of a learned scale s.
-        scale = self._beside(rounding)
+            scale = rounding.scale if zero.size == 1 else self._broadcast_scale(rounding)
+            zero_point = self._constant(f"{stem}/zero_point", rounding.broadcast(zero))
+            return self._fake_quant(rounding, x, scale, zero_point, low, high)
+        # round(x / s) · s has PyTorch's gradient for x, and a gradient for a learned scale s.
+        scale = self._broadcast_scale(rounding)
         levels = self._node(rounding, ONNX, "Div", x, scale)
         one = self._constant(f"{stem}/one", np.float32(1))
         if (zero == zero.flat[0]).all():
-            held = self._constant(f"{stem}/zero_point", zero.flat[0])
-            rounded = self._fake_quant(rounding, levels, one, held, low, high)
+            zero_point = self._constant(f"{stem}/zero_point", zero.flat[0])
+            rounded = self._fake_quant(rounding, levels, one, zero_point, low, high)
         else:
-            rounded = self._between(rounding, levels, one, rounding.beside(low - zero), rounding.beside(high - zero))
+            lowest, highest = rounding.broadcast(low - zero), rounding.broadcast(high - zero)
+            rounded = self._rounded_per_channel(rounding, levels, one, lowest, highest)
         return self._node(rounding, ONNX, "Mul", rounded, scale)
 
-    def _between(
+    def _rounded_per_channel(
         self, rounding: Rounding, x: ir.Value, one: ir.Value, low: npt.NDArray[Any], high: npt.NDArray[Any]
     ) -> ir.Value:
-        """Round and clip to limits per channel, with gradient 0 where it clips."""
+        """Round and clip to limits per channel; the gradient is 0 where a value is clipped."""
         stem = str(rounding.dequantize.outputs[0].name)
         zero = self._constant(f"{stem}/zero", np.float32(0))
         rounded = self._fake_quant(rounding, x, one, zero, -_UNREACHED_LEVEL, _UNREACHED_LEVEL)
@@ -223,24 +225,24 @@ class _Writer:
         )
         return self._node(rounding, ONNX, "Where", under, lowest, self._where(rounding, over, highest, rounded))
 
-    def _where(self, rounding: Rounding, condition: ir.Value, then: ir.Value, other: ir.Value) -> ir.Value:
-        return self._node(rounding, ONNX, "Where", condition, then, other)
+    def _where(self, rounding: Rounding, condition: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+        return self._node(rounding, ONNX, "Where", condition, x, y)
 
-    def _beside(self, rounding: Rounding) -> ir.Value:
-        """The scale, learned or fixed, reshaped to broadcast over the rounded value."""
+    def _broadcast_scale(self, rounding: Rounding) -> ir.Value:
+        """Return the scale, learned or fixed, reshaped to broadcast with the rounded value."""
         scale = self._learned_scale(rounding, rounding.scale) if self._learn else rounding.scale
         values = array(rounding.scale)
-        shape = rounding.beside(values).shape
+        shape = rounding.broadcast(values).shape
         if values.shape == shape:
             return scale
         stem = str(rounding.dequantize.outputs[0].name)
-        target = self._held(f"{stem}/scale_shape", np.array(shape, np.int64))
+        target = self._initializer(f"{stem}/scale_shape", np.array(shape, np.int64))
         return self._node(rounding, ONNX, "Reshape", scale, target)
 
     def _learned_scale(self, rounding: Rounding, scale: ir.Value) -> ir.Value:
-        """The scale times its learned factor. That of a bias follows from its input's and weight's."""
-        if scale in self._products:
-            factors = (self._learned_scale(rounding, factor) for factor in self._products[scale])
+        """Return the scale times its learned factor; a bias has the product of its input's and weight's scales."""
+        if scale in self._scale_factors:
+            factors = (self._learned_scale(rounding, factor) for factor in self._scale_factors[scale])
             return self._node(rounding, ONNX, "Mul", *factors)
         if rounding.is_bias and scale is rounding.scale:
             return scale
@@ -264,11 +266,11 @@ class _Writer:
         return node.outputs[0]
 
     def _constant(self, name: str, values: Any) -> ir.Value:
-        value = self._held(name, np.asarray(values, np.float32))
+        value = self._initializer(name, np.asarray(values, np.float32))
         self.scales.add(value)
         return value
 
-    def _held(self, name: str, values: npt.NDArray[Any]) -> ir.Value:
+    def _initializer(self, name: str, values: npt.NDArray[Any]) -> ir.Value:
         tensor = ir.tensor(values, name=name)
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(values.shape), const_value=tensor)
         self._graph.register_initializer(value)
@@ -283,12 +285,12 @@ class _Integers:
         self._names = names
         self._values = values
         self._used: set[str] = set()
-        self._done: set[ir.Value] = set()
+        self._quantized: set[ir.Value] = set()
 
-    def set_scales(self, found: Sequence[Rounding], products: Products) -> None:
-        """Multiply scales by their learned factors, and update the products."""
+    def set_scales(self, all_roundings: Sequence[Rounding], scale_factors: ScaleFactors) -> None:
+        """Multiply scales by their learned factors, then recompute the scales of biases."""
         changed = set()
-        for scale in {id(r.scale): r.scale for r in found}.values():
+        for scale in {id(r.scale): r.scale for r in all_roundings}.values():
             factor = self._take(_factor_name(scale), array(scale).shape)
             if factor is not None:
                 with np.errstate(over="ignore"):
@@ -297,11 +299,13 @@ class _Integers:
                 changed.add(scale)
                 if not (np.isfinite(changed_scale) & (changed_scale > 0)).all():
                     todo = "train with a lower learning rate"
-                    raise ArtifactError("A learned scale left float32's range.", str(scale.name), todo=todo)
-        for scale, (first, second) in products.items():
+                    raise ArtifactError(
+                        "A learned scale overflowed or underflowed float32.", str(scale.name), todo=todo
+                    )
+        for scale, (first, second) in scale_factors.items():
             if changed & {first, second}:
-                product = array(first).reshape(-1) * array(second).reshape(-1)
-                self._set(scale, product.reshape(array(scale).shape))
+                bias_scale = array(first).reshape(-1) * array(second).reshape(-1)
+                self._set(scale, bias_scale.reshape(array(scale).shape))
 
     def round(self, rounding: Rounding) -> None:
         """Round a trained weight or bias to integers."""
@@ -310,21 +314,21 @@ class _Integers:
         source = rounding.source
         if rounding.quantize is None:
             value = self._take(self._names[source], array(source).shape)
-            if value is not None and source not in self._done:
+            if value is not None and source not in self._quantized:
                 self._set(source, self._levels(rounding, value), rounding.dtype)
-                self._done.add(source)
+                self._quantized.add(source)
             return
         value = self._take(str(source.name), array(source).shape)
         old = rounding.quantize.outputs[0]
         levels = self._levels(rounding, array(source) if value is None else value)
         tensor = ir.tensor(levels, dtype=rounding.dtype, name=f"{source.name}{_SUFFIX}")
-        held = ir.Value(name=old.name, type=ir.TensorType(rounding.dtype), shape=source.shape, const_value=tensor)
+        quantized = ir.Value(name=old.name, type=ir.TensorType(rounding.dtype), shape=source.shape, const_value=tensor)
         old.name = None
-        old.replace_all_uses_with(held)
-        self._graph.register_initializer(held)
+        old.replace_all_uses_with(quantized)
+        self._graph.register_initializer(quantized)
 
     def set_floats(self) -> None:
-        """Write parameters that are not quantized; raise ArtifactError for names that the model lacks."""
+        """Write parameters that are not quantized; raise ArtifactError if the model lacks any."""
         for name in list(self._values):
             if name in self._graph.initializers and name not in self._used:
                 initializer = self._graph.initializers[name]
@@ -332,14 +336,14 @@ class _Integers:
                 self._set(initializer, value)
         if unknown := sorted(set(self._values) - self._used):
             todo = "pass the quantized model that was passed to fake_quantize"
-            raise ArtifactError("The state has parameters of another model.", got=", ".join(unknown), todo=todo)
+            raise ArtifactError("The state has parameters that the model lacks.", got=", ".join(unknown), todo=todo)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
         value = self._values.get(name)
         if value is None:
             return None
         if value.shape != shape:
-            raise ArtifactError("A parameter has another shape than in the model.", name, shape, value.shape)
+            raise ArtifactError("A parameter's shape differs from the model's.", name, shape, value.shape)
         if not np.isfinite(value).all():
             raise ArtifactError("A trained parameter is not finite.", name, todo="train with a lower learning rate")
         self._used.add(name)
@@ -347,8 +351,8 @@ class _Integers:
 
     def _levels(self, rounding: Rounding, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
         low, high = LIMITS[rounding.dtype]
-        scale = rounding.beside(array(rounding.scale))
-        zero = rounding.beside(rounding.zero_point)
+        scale = rounding.broadcast(array(rounding.scale))
+        zero = rounding.broadcast(rounding.zero_point)
         if rounding.is_bias:
             levels = np.round(value.astype(np.float64) / scale) + zero
             if ((levels < low) | (levels > high)).any():

@@ -569,7 +569,7 @@ def test_refuses_other_kinds_of_quantization(trained: Path, tmp_path: Path) -> N
     quantize_dynamic(plain, tmp_path / "dynamic.onnx", weight_type=QuantType.QUInt8)
     refused(tmp_path / "dynamic.onnx", "dynamic quantization")
     refused(quantized(trained, tmp_path, quant_format=QuantFormat.QOperator), "QOperator format")
-    refused(tmp_path / "nowhere.onnx", "not there")
+    refused(tmp_path / "nowhere.onnx", "does not exist")
     (tmp_path / "text.onnx").write_text("no model")
     refused(tmp_path / "text.onnx", "not an ONNX model")
 
@@ -602,16 +602,16 @@ def test_refuses_pairs_that_do_not_belong_together() -> None:
     integers.graph.node[0].input[0] = "x"
     refused(integers, "an input of the model")
     channels = small(CASES["channel"][0], CASES["channel"][1], axis=0)
-    refused(channels, "do not fit its input")
+    refused(channels, "does not match its input")
 
 
 def test_refuses_the_state_of_another_model(trained: Path, tmp_path: Path) -> None:
     model = quantized(trained, tmp_path)
     training = Training(model, tmp_path, learn_scales=True)
-    with pytest.raises(ArtifactError, match="another model"):
+    with pytest.raises(ArtifactError, match="that the model lacks"):
         quantize_trained(small(np.float32(0.01), np.int8(0)), training.state)
     training.state.parameters["0.weight_scale.log_factor"].data[...] = 1000
-    with pytest.raises(ArtifactError, match="learned scale left"):
+    with pytest.raises(ArtifactError, match="learned scale overflowed"):
         training.integers()
     training.state.parameters["0.weight_scale.log_factor"].data[...] = 0
     training.state.parameters["0.weight"].data[0] = np.nan

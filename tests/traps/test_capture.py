@@ -1,6 +1,6 @@
-"""What capture could get wrong without a word: each test fails when its guard is removed.
+"""Silent errors of capture: each test fails when its guard is removed.
 
-Traps of sizes, of memory, of randomness and of changes between steps have files of their own.
+Sizes, memory, randomness and changes between steps have files of their own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TABLE = torch.zeros(WIDTH)
 
 
 class ChangesGlobal(nn.Module):
-    """Changes a global tensor in place before forward is refused for another reason, or for this one."""
+    """Change a global tensor in place; forward is refused for that, or for a later branch on a value."""
 
     def __init__(self, *, decides: bool) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_autocast_switched_on_and_off_between_steps() -> None:
 
 
 def test_autocast_around_backward_changes_nothing() -> None:
-    """Eager's backward would round to bfloat16 there; the graph's types are those of forward."""
+    """Eager's backward would round to bfloat16 there; the graph keeps forward's dtypes."""
     module = ORTModule(TwoLayers(), rng="torch").eval()
     x = torch.randn(3, WIDTH)
     loss = mean_square(module(x))
@@ -119,7 +119,7 @@ def test_autocast_around_backward_changes_nothing() -> None:
 
 
 class InnerAutocast(TwoLayers):
-    """Half of forward in bfloat16, and within it a part that opts out."""
+    """Run half of forward in bfloat16, with a nested region where autocast is disabled."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -132,8 +132,8 @@ class InnerAutocast(TwoLayers):
 @pytest.mark.parametrize("outer", [False, True])
 def test_autocast_inside_forward(outer: bool) -> None:
     with compared(model(InnerAutocast), autocast=outer) as compare:
-        # The sides in float64 and float32 round to bfloat16 alike only up to bfloat16's own precision.
-        for batch in (3, 1, 5):  # the graph is tried at batch 1: its casts are there already
+        # The float64 and float32 runs agree only up to the precision of bfloat16, to which both round.
+        for batch in (3, 1, 5):  # batch 1 after another size: casts must not depend on the first size
             compare.train(batch, 0)
 
 
@@ -170,7 +170,7 @@ def test_no_gradient_flows_out_of_a_no_grad_region() -> None:
 
 
 class ReturnsFromNoGrad(nn.Module):
-    """One output has a gradient, the other comes out of a no_grad region unchanged by what follows."""
+    """Return one output with a gradient, and one straight from a no_grad region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_an_output_of_a_no_grad_region_needs_no_gradient() -> None:
 
 
 class EnablesInside(GradSwitches):
-    """What is computed under enable_grad has a gradient, though no_grad stands around it."""
+    """Compute a value under enable_grad inside no_grad: it has a gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -254,7 +254,7 @@ def test_checkpointing_switched_on_and_off_in_mid_training(reentrant: bool) -> N
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_transformers_checkpointing_switched_on_in_mid_training(reentrant: bool) -> None:
     bert = next(m for m in TRANSFORMERS if m.name == "bert-classifier")
-    # Three: switched off, transformers leaves its function and hook where they are, and the module is not what it was.
+    # Three captures: after disabling, transformers leaves its function and hook in place, so the module differs.
     with compared(bert, captures=3) as compare:
         compare.train(3, 9)
         compare.change(lambda m: m.gradient_checkpointing_enable({"use_reentrant": reentrant}))
@@ -265,7 +265,7 @@ def test_a_transformers_checkpointing_switched_on_in_mid_training(reentrant: boo
 
 
 class CheckpointFirst(nn.Module):
-    """The checkpoint's input needs no gradient: the reentrant kind then gives none to the parameters inside."""
+    """Checkpoint an input without gradient: a reentrant checkpoint then gives its parameters no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,21 +299,21 @@ class Counts(nn.Module):
 class Appends(Counts):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[int] = []
+        self.batch_sizes: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(x.shape[0])
+        self.batch_sizes.append(x.shape[0])
         return self.inner(x)  # type: ignore[no-any-return]
 
 
 class Collects(Counts):
     def __init__(self) -> None:
         super().__init__()
-        self.known: set[int] = set()
+        self.lengths: set[int] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.known.add(len(self.known))
-        return self.inner(x) * len(self.known)  # type: ignore[no-any-return]
+        self.lengths.add(len(self.lengths))
+        return self.inner(x) * len(self.lengths)  # type: ignore[no-any-return]
 
 
 class Remembers(Counts):
@@ -327,7 +327,7 @@ class Remembers(Counts):
 
 
 class Caches(Counts):
-    """A cache in a dictionary of a helper object that is no module."""
+    """Cache a tensor in the dictionary of a helper object that is not a module."""
 
     class Store:
         def __init__(self) -> None:
@@ -350,17 +350,17 @@ def test_a_counter_in_forward_counts() -> None:
 
 
 def test_a_list_that_forward_appends_to_grows() -> None:
-    with compared(model(Appends, falls_back="seen")) as compare:
+    with compared(model(Appends, falls_back="batch_sizes")) as compare:
         for batch in (3, 2, 1):
             compare.train(batch, 0)
-        assert [side.module.seen for side in compare.sides()] == [[3, 2, 1]] * 3
+        assert [side.module.batch_sizes for side in compare.sides()] == [[3, 2, 1]] * 3
 
 
 def test_a_set_that_forward_adds_to_grows() -> None:
-    with compared(model(Collects, falls_back="known")) as compare:
+    with compared(model(Collects, falls_back="lengths")) as compare:
         for batch in (3, 2, 1):
             compare.train(batch, 0)
-        assert [side.module.known for side in compare.sides()] == [{0, 1, 2}] * 3
+        assert [side.module.lengths for side in compare.sides()] == [{0, 1, 2}] * 3
 
 
 def test_a_tensor_that_forward_keeps_is_a_real_one() -> None:
@@ -373,7 +373,7 @@ def test_a_tensor_that_forward_keeps_is_a_real_one() -> None:
 
 
 class KeepsElsewhere(Counts):
-    """Puts a tensor into something that is no part of the module: the function `keep` does."""
+    """Store a tensor outside the module, by the function `keep`."""
 
     def __init__(self, keep: Callable[[list[Any], torch.Tensor], Any]) -> None:
         super().__init__()
@@ -406,7 +406,7 @@ def test_a_tensor_that_forward_keeps_outside_the_module_is_a_real_one(keep: Call
             compare.train(batch, 0)
     kept = [tensor for item in STORE for tensor in tensors_in(item)]
     STORE.clear()
-    assert [type(tensor) for tensor in kept] == [torch.Tensor] * 6  # of ours, eager and float64, two steps each
+    assert [type(tensor) for tensor in kept] == [torch.Tensor] * 6  # onnxtrain, eager and float64, two steps each
 
 
 def test_what_a_program_froze_may_keep_a_tensor_too() -> None:
@@ -418,7 +418,7 @@ def test_what_a_program_froze_may_keep_a_tensor_too() -> None:
 
 
 def tensors_in(item: Any) -> list[Any]:
-    """What is left of an item where a fake tensor was taken out of it is empty."""
+    """Return the tensors in an item; items whose fake tensors were removed are empty."""
     if isinstance(item, torch.Tensor):
         return [item]
     if callable(item):
@@ -449,7 +449,7 @@ def test_the_module_is_left_as_it_was_where_capture_fails() -> None:
 
 
 class TiedTwice(nn.Module):
-    """One matrix in three places, and one module called twice."""
+    """Use one matrix three times, and call one module twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -496,7 +496,7 @@ def test_two_modules_that_become_one_between_steps() -> None:
 
 
 class Halved(nn.Parameter):
-    """A parameter of a class of its own: each operator takes half of it."""
+    """A subclass of Parameter: each operator reads half of it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -572,7 +572,7 @@ def test_other_kinds_of_batch_norm(options: dict[str, Any]) -> None:
 
 
 class InstanceNormalized(Normalized):
-    """Its operator does not say that it changes the statistics."""
+    """Use an operator whose schema does not declare that it mutates the statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -588,7 +588,7 @@ def test_running_statistics_of_an_instance_norm() -> None:
 
 
 def test_batch_norm_with_a_cumulative_average() -> None:
-    # Its factor is 1 / num_batches_tracked, a Python number that another capture would be needed for at each step.
+    # The factor 1 / num_batches_tracked is a Python number: each step would need another capture.
     with compared(model(lambda: Normalized(momentum=None), falls_back="Normalized")) as compare:
         for _ in range(3):
             compare.train(*SIZES)
@@ -612,7 +612,7 @@ def test_buffers_loaded_between_steps_are_read() -> None:
 
 
 class ReadsItsBuffer(nn.Module):
-    """The updated buffer is used after its update, and returned."""
+    """Update a buffer, then read it and return it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -637,7 +637,7 @@ def test_a_buffer_is_read_before_and_after_its_update() -> None:
 
 
 class StraightThrough(torch.autograd.Function):
-    """sign(x), with the gradient of the identity."""
+    """Compute sign(x) with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -691,18 +691,18 @@ def test_a_hook_on_a_submodule_runs(register: Callable[[nn.Module], Any], late: 
 
 
 def test_a_hook_that_only_looks_sees_real_tensors() -> None:
-    seen: dict[int, list[Any]] = {}
+    outputs_by_module: dict[int, list[Any]] = {}
 
     def watch(module: nn.Module) -> None:
-        found = seen.setdefault(id(module), [])
-        module.get_submodule("first").register_forward_hook(lambda _, __, output: found.append(output.detach()))
+        outputs = outputs_by_module.setdefault(id(module), [])
+        module.get_submodule("first").register_forward_hook(lambda _, __, output: outputs.append(output.detach()))
 
     with compared(model(TwoLayers, falls_back="hook")) as compare:
         compare.change(watch)
         for _ in range(2):
             compare.train(*SIZES)
-    assert all(len(found) == 2 for found in seen.values())
-    assert {type(t) for found in seen.values() for t in found} == {torch.Tensor}
+    assert all(len(outputs) == 2 for outputs in outputs_by_module.values())
+    assert {type(t) for outputs in outputs_by_module.values() for t in outputs} == {torch.Tensor}
 
 
 def test_a_hook_on_the_module_itself() -> None:
@@ -725,7 +725,7 @@ def test_a_hook_for_all_modules() -> None:
 
 
 class HooksATensor(TwoLayers):
-    """Registers a hook on an inner tensor: export knows nothing of it."""
+    """Register a hook on an intermediate tensor, which torch.export ignores."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x))
@@ -779,7 +779,7 @@ def test_kinds_of_embedding(options: dict[str, Any]) -> None:
 
 
 class Scored(Embeds):
-    """Few of its words have a label, or one of each sequence is read: a gradient by frequency counts the others too."""
+    """Label few of the words, or read one of each sequence: scaling by frequency must count the other words too."""
 
     def __init__(self, read: str) -> None:
         super().__init__(scale_grad_by_freq=True)
@@ -812,7 +812,7 @@ def test_a_sparse_gradient_stays_sparse() -> None:
 
 
 class Padded(nn.Module):
-    """PyTorch's encoder drops padding in eval mode, and writes zeros there."""
+    """Use PyTorch's encoder, which skips padding in eval mode and writes zeros there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -882,7 +882,7 @@ class GivesNothing(torch.autograd.Function):
 
 @pytest.mark.parametrize("results", [1, 2])
 def test_parameters_get_no_gradient_where_none_comes(results: int) -> None:
-    """Zeros would be a gradient: an optimizer moves by its momenta then, and by weight decay."""
+    """Zero gradients differ from none: with zeros an optimizer still applies momentum and weight decay."""
 
     class Linears(nn.Module):
         def __init__(self) -> None:
@@ -890,18 +890,18 @@ def test_parameters_get_no_gradient_where_none_comes(results: int) -> None:
             self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(results))
 
         def forward(self, x: torch.Tensor) -> Any:
-            found = tuple(layer(x) for layer in self.layers)
-            return found[0] if results == 1 else found
+            outputs = tuple(layer(x) for layer in self.layers)
+            return outputs[0] if results == 1 else outputs
 
     for module in (Linears(), ORTModule(Linears())):
-        found = module(torch.randn(2, 3))
-        total = sum(GivesNothing.apply(y).sum() for y in (found if results > 1 else [found]))
+        outputs = module(torch.randn(2, 3))
+        total = sum(GivesNothing.apply(y).sum() for y in (outputs if results > 1 else [outputs]))
         total.backward()
         assert all(p.grad is None for p in module.parameters())
 
 
 def test_what_made_an_input_that_gets_no_gradient_is_left_alone() -> None:
-    """Autograd would run a function's backward with zeros, which eager does not run at all."""
+    """With zeros, autograd would run the backward of the input's producer, which eager does not run."""
 
     class Refuses(torch.autograd.Function):
         @staticmethod

@@ -37,9 +37,9 @@ def features(draw: Draw, batch: int, length: int) -> Call:
 
 
 def loss(output: Any) -> torch.Tensor:
-    """Of any output: the mean square of each tensor that has a gradient."""
-    found = [wide(t).square().mean() for t in tensors(output) if t.requires_grad]
-    return torch.stack([t.double() for t in found]).sum()
+    """Return the sum of the mean squares of all output tensors that have a gradient."""
+    means = [wide(t).square().mean() for t in tensors(output) if t.requires_grad]
+    return torch.stack([t.double() for t in means]).sum()
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:
@@ -54,7 +54,7 @@ def tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 class Function(nn.Module):
-    """A function of a linear layer and of whatever the call passes."""
+    """Call a function with a linear layer and the arguments of the call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -84,42 +84,50 @@ def either(inner: Any, a: Any = None, b: Any = None) -> torch.Tensor:
     return inner(a) if b is None else -inner(b)  # type: ignore[no-any-return]
 
 
-def by_kind(inner: Any, given: Any) -> torch.Tensor:
-    values = [*given.values()] if isinstance(given, dict) else given
-    return inner(values[0]) * (1 + len(type(given).__name__)) * (2 if isinstance(given, dict) and "b" in given else 1)  # type: ignore[no-any-return]
+def by_kind(inner: Any, container: Any) -> torch.Tensor:
+    values = [*container.values()] if isinstance(container, dict) else container
+    return (
+        inner(values[0])
+        * (1 + len(type(container).__name__))
+        * (2 if isinstance(container, dict) and "b" in container else 1)
+    )  # type: ignore[no-any-return]
 
 
-def in_order(inner: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    x = given["a"]
-    for value in given.values():
+def in_order(inner: Any, container: dict[str, torch.Tensor]) -> torch.Tensor:
+    x = container["a"]
+    for value in container.values():
         x = inner(x + value)
     return x
 
 
-def nested(inner: Any, given: Any) -> torch.Tensor:
-    first, second = given
+def nested(inner: Any, container: Any) -> torch.Tensor:
+    first, second = container
     return inner(first[0]) - second if isinstance(first, list) else inner(first) + second[0]  # type: ignore[no-any-return]
 
 
-def of_batch(inner: Any, given: Batch) -> torch.Tensor:
-    y = inner(given.x) * given.scale
-    return y if given.bias is None else y + given.bias  # type: ignore[no-any-return]
+def of_batch(inner: Any, batch: Batch) -> torch.Tensor:
+    y = inner(batch.x) * batch.scale
+    return y if batch.bias is None else y + batch.bias  # type: ignore[no-any-return]
 
 
-def constant(inner: Any, x: torch.Tensor, how: Any) -> Any:
-    """Something else for each kind of constant."""
+def constant(inner: Any, x: torch.Tensor, argument: Any) -> Any:
+    """Return a different result for each kind of constant argument."""
     y = inner(x)
-    if isinstance(how, Mode):
-        return y.sum(0) if how is Mode.SUM else y.mean(0)
-    if isinstance(how, torch.dtype):
-        return y.to(how)
-    if isinstance(how, slice):
-        return y[:, how]
-    if isinstance(how, (str, range, torch.Size)):
-        return y * len(how)
-    if how is None or callable(how):
-        return y if how is None else how(y)
-    return y * torch.arange(WIDTH).mul(how).to(x.dtype), math.copysign(1.0, how), torch.ones(2, dtype=torch.int64) * how
+    if isinstance(argument, Mode):
+        return y.sum(0) if argument is Mode.SUM else y.mean(0)
+    if isinstance(argument, torch.dtype):
+        return y.to(argument)
+    if isinstance(argument, slice):
+        return y[:, argument]
+    if isinstance(argument, (str, range, torch.Size)):
+        return y * len(argument)
+    if argument is None or callable(argument):
+        return y if argument is None else argument(y)
+    return (
+        y * torch.arange(WIDTH).mul(argument).to(x.dtype),
+        math.copysign(1.0, argument),
+        torch.ones(2, dtype=torch.int64) * argument,
+    )
 
 
 def add_to_first(inner: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +143,7 @@ def strides_of(inner: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return inner.weight[0, 0] * x * (2 if x.is_contiguous() else x.stride().index(min(x.stride()))), torch.relu(x)
 
 
-# The function, and calls in turn: from a fresh tensor to the arguments.
+# The function, and the calls in order: each makes the arguments from a new tensor.
 Arguments = Callable[[torch.Tensor], Call]
 CALLS: dict[str, tuple[Callable[..., Any], list[Arguments]]] = {
     "position": (either, [lambda x: Call((x,)), lambda x: Call((None, x)), lambda x: Call((x, None))]),
@@ -221,8 +229,8 @@ def test_another_kind_of_call(name: str) -> None:
         output = side.run(*call.args, **call.kwargs)
         if any(t.requires_grad for t in tensors(output)):
             loss(output).backward()  # type: ignore[no-untyped-call]
-        given = [x.grad, *(t.grad for _, t in call.tensors() if t.is_leaf)]
-        return [output, given, [p.grad for p in side.module.parameters()], [t.detach() for _, t in call.tensors()]]
+        gradients = [x.grad, *(t.grad for _, t in call.tensors() if t.is_leaf)]
+        return [output, gradients, [p.grad for p in side.module.parameters()], [t.detach() for _, t in call.tensors()]]
 
     for _ in range(2):
         for now.arguments in calls:
@@ -252,7 +260,7 @@ class Config:
 
 
 class Block(nn.Module):
-    """Reads something of every kind."""
+    """Read a parameter, buffer, submodule and attribute of every kind."""
 
     factor = 1.0
     mask: torch.Tensor
@@ -303,7 +311,7 @@ class Symmetric(nn.Module):
 
 
 def parameter(module: Any, *size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A new one, by default of the module's dtype."""
+    """Return a new parameter, by default of the module's dtype."""
     return nn.Parameter(torch.full(size, 0.75, dtype=dtype or module.norm.weight.dtype))
 
 
@@ -416,8 +424,8 @@ def test_parameters_that_come_to_need_gradients() -> None:
     compare = Comparison(ZooModel("thawed", Block, features, mean_square))
     for needed in ({"gain"}, {"first.weight"}, set(), {"gain", "norm.bias"}):
         for side in compare.sides():
-            for name, one in side.module.named_parameters():
-                one.requires_grad_(name in needed)
+            for name, parameter in side.module.named_parameters():
+                parameter.requires_grad_(name in needed)
         compare.train(*SIZES)
 
 
@@ -445,11 +453,11 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("place", ["first", "layers.1"])
-def test_a_hook_that_comes_and_goes(name: str, place: str) -> None:
+@pytest.mark.parametrize("submodule", ["first", "layers.1"])
+def test_a_hook_that_comes_and_goes(name: str, submodule: str) -> None:
     with compared(ZooModel(name, Block, features, mean_square, falls_back="hook")) as compare:
         compare.train(*SIZES)
-        handles = [HOOKS[name](side.run.get_submodule(place)) for side in compare.sides()]
+        handles = [HOOKS[name](side.run.get_submodule(submodule)) for side in compare.sides()]
         for _ in range(2):
             compare.train(*SIZES)
         for handle in handles:
@@ -499,7 +507,7 @@ def switched(switch: Callable[[Any], Any], value: Any, back: Any) -> Iterator[No
 
 
 class Triples(TorchFunctionMode):
-    """Changes what a function does."""
+    """Change the result of a function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -507,19 +515,19 @@ class Triples(TorchFunctionMode):
 
 
 class Records(TorchDispatchMode):
-    """Notes the operators."""
+    """Record the operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.operators: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
+        self.operators.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-def asks(question: Callable[[], Any]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    """A forward whose result says what the answer is."""
+def depends_on(question: Callable[[], Any]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """Return a forward whose result depends on the answer of `question`."""
     return lambda inner, x: inner(x) * (2 if question() in (True, "medium") else 3)
 
 
@@ -536,8 +544,8 @@ def multiplies(inner: Any, x: torch.Tensor) -> torch.Tensor:
     return inner(x) * 2.0
 
 
-def folds(inner: Any, x: torch.Tensor) -> torch.Tensor:
-    """A graph computes the factor once."""
+def has_constant_factor(inner: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return a forward whose factor a graph would compute once."""
     return inner(x) * (torch.ones(WIDTH) + 1)
 
 
@@ -545,55 +553,58 @@ Context = Callable[[], AbstractContextManager[Any]]
 CONTEXTS: dict[str, tuple[Callable[..., Any], list[Context]]] = {
     "no_grad": (multiplies, [torch.no_grad]),
     "inference mode": (multiplies, [torch.inference_mode]),
-    "grad mode, asked": (asks(torch.is_grad_enabled), [torch.no_grad]),
+    "grad mode, read in forward": (depends_on(torch.is_grad_enabled), [torch.no_grad]),
     "autocast": (
         multiplies,
         [lambda d=d: torch.autocast("cpu", d) for d in (torch.bfloat16, torch.float16)],
     ),
-    "autocast, asked": (asks(lambda: torch.is_autocast_enabled("cpu")), [lambda: torch.autocast("cpu")]),
+    "autocast, read in forward": (
+        depends_on(lambda: torch.is_autocast_enabled("cpu")),
+        [lambda: torch.autocast("cpu")],
+    ),
     "default dtype": (makes, [lambda: switched(torch.set_default_dtype, torch.float64, torch.float32)]),
     "attention backend": (attends, [lambda: sdpa_kernel(SDPBackend.MATH)]),
-    "flash attention, asked": (
-        asks(torch.backends.cuda.flash_sdp_enabled),
+    "flash attention, read in forward": (
+        depends_on(torch.backends.cuda.flash_sdp_enabled),
         [lambda: sdpa_kernel(SDPBackend.MATH)],
     ),
-    "math attention, asked": (
-        asks(torch.backends.cuda.math_sdp_enabled),
+    "math attention, read in forward": (
+        depends_on(torch.backends.cuda.math_sdp_enabled),
         [lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)],
     ),
-    "memory-efficient attention, asked": (
-        asks(torch.backends.cuda.mem_efficient_sdp_enabled),
+    "memory-efficient attention, read in forward": (
+        depends_on(torch.backends.cuda.mem_efficient_sdp_enabled),
         [lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])],
     ),
-    "cuDNN attention, asked": (
-        asks(torch.backends.cuda.cudnn_sdp_enabled),
+    "cuDNN attention, read in forward": (
+        depends_on(torch.backends.cuda.cudnn_sdp_enabled),
         [lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])],
     ),
-    "sums of math attention, asked": (
-        asks(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed),
+    "sums of math attention, read in forward": (
+        depends_on(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed),
         [lambda: switched(torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp, True, False)],
     ),
-    "fast path of attention layers, asked": (
-        asks(torch.backends.mha.get_fastpath_enabled),
+    "fast path of attention layers, read in forward": (
+        depends_on(torch.backends.mha.get_fastpath_enabled),
         [lambda: switched(torch.backends.mha.set_fastpath_enabled, False, True)],
     ),
-    "matmul precision, asked": (
-        asks(torch.get_float32_matmul_precision),
+    "matmul precision, read in forward": (
+        depends_on(torch.get_float32_matmul_precision),
         [lambda: switched(torch.set_float32_matmul_precision, "medium", "highest")],
     ),
-    "determinism, asked": (
-        asks(torch.are_deterministic_algorithms_enabled),
+    "determinism, read in forward": (
+        depends_on(torch.are_deterministic_algorithms_enabled),
         [lambda: switched(torch.use_deterministic_algorithms, True, False)],
     ),
-    "warnings of determinism, asked": (
-        asks(torch.is_deterministic_algorithms_warn_only_enabled),
+    "warnings of determinism, read in forward": (
+        depends_on(torch.is_deterministic_algorithms_warn_only_enabled),
         [
             lambda: switched(torch.use_deterministic_algorithms, True, False),
             lambda: switched(lambda v: torch.use_deterministic_algorithms(v, warn_only=v), True, False),
         ],
     ),
     "function mode": (multiplies, [Triples]),
-    "dispatch mode": (folds, [Records]),
+    "dispatch mode": (has_constant_factor, [Records]),
 }
 
 
@@ -601,7 +612,7 @@ CONTEXTS: dict[str, tuple[Callable[..., Any], list[Context]]] = {
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 @pytest.mark.filterwarnings("ignore:.*runs in PyTorch:UserWarning")
 def test_another_state_of_pytorch(name: str, first: bool) -> None:
-    """Also where the first step is in this state, and it is left later."""
+    """The state is set at the first step and unset later, or set later."""
     function, contexts = CONTEXTS[name]
     compare = Comparison(ZooModel(name, lambda: Function(function), features, loss))
 
@@ -612,8 +623,14 @@ def test_another_state_of_pytorch(name: str, first: bool) -> None:
             output = side.run(x)
         if any(t.requires_grad for t in tensors(output)):
             loss(output).backward()  # type: ignore[no-untyped-call]
-        given = [p.grad for p in side.module.parameters()]
-        return [[t.is_inference() for t in tensors(output)], getattr(entered, "seen", []), output, x.grad, given]
+        gradients = [p.grad for p in side.module.parameters()]
+        return [
+            [t.is_inference() for t in tensors(output)],
+            getattr(entered, "operators", []),
+            output,
+            x.grad,
+            gradients,
+        ]
 
     for context in [*contexts, nullcontext, *contexts] if first else [nullcontext, *contexts, nullcontext]:
         assert_same(run(compare.got, context), run(compare.eager, context))
@@ -633,7 +650,7 @@ def test_forward_mode_differentiation_after_the_first_step() -> None:
     compare.train(*SIZES)
 
 
-# One capture each: what comes back is known again
+# One capture per state: a state that returns needs none
 
 
 class TwoLayers(nn.Module):

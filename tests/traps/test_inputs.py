@@ -1,4 +1,4 @@
-"""Traps of what is given to a capture and asked of it: each test fails when its guard is removed."""
+"""Silent errors in the inputs and requests of a capture: each test fails when its guard is removed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def features(draw: Draw, batch: int, length: int) -> Call:
 
 
 class Hidden(nn.Module):
-    """Its second output is `relu`, and another value is `relu_1`: the gradients of both are not to share a name."""
+    """Return an output `relu` while another value is `relu_1`: their gradients need distinct names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def test_an_output_that_is_named_like_another_value() -> None:
 
 
 def test_an_input_that_has_a_gradient_before_the_capture() -> None:
-    """PyTorch's export gives the sizes of that gradient symbols, too."""
+    """torch.export makes the sizes of that gradient symbolic too."""
     module = nn.Linear(WIDTH, 2)
     ours = ORTModule(module)
     x = torch.randn(4, WIDTH, requires_grad=True)
@@ -57,7 +57,7 @@ class ReadsElements(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.linear(x)
-        scale = hidden.mean().item()  # no gradient goes through it
+        scale = hidden.mean().item()  # it has no gradient
         self.step += 1
         return hidden * scale + self.step.item() / 2 - scale * self.step.item()  # type: ignore[no-any-return]
 
@@ -70,7 +70,7 @@ def test_an_element_that_is_read_as_a_number(dtype: torch.dtype) -> None:
 
 
 def test_a_number_that_is_read_is_rounded_as_eager_rounds_it() -> None:
-    """It is a double: 1/3 in float64 times a float32 is not 1/3 in float32 times it, where sums follow."""
+    """A Python number is a double: multiplying by 1/3 in float64 and in float32 differs in later sums."""
 
     class Reads(nn.Module):
         def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_a_number_that_is_read_is_rounded_as_eager_rounds_it() -> None:
 
 
 def test_a_number_that_wraps_in_a_small_integer_type() -> None:
-    """PyTorch takes 200 for -56 beside int8; numpy refuses it."""
+    """PyTorch wraps 200 to -56 with int8; numpy raises."""
 
     class Small(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,15 +97,15 @@ def test_a_number_that_wraps_in_a_small_integer_type() -> None:
 
 @pytest.mark.parametrize("usual", [False, True])
 def test_negated_views_are_read_negated(usual: bool) -> None:
-    """Kernels that read memory by its address would see the other sign."""
+    """Kernels that read memory by its address would see the opposite sign."""
     torch.manual_seed(0)
     module = nn.RMSNorm(64)
     wrapped = ORTModule(module)
     x = torch.randn(64, 64)
-    for _ in range(3 if usual else 0):  # the call becomes the usual one, whose checks are short
+    for _ in range(3 if usual else 0):  # the call takes the fast path
         wrapped(x)
     view = torch.complex(x, x).conj().imag
     assert view.is_neg()
     with pytest.warns(UserWarning, match="negated"):
-        found = wrapped(view)
-    torch.testing.assert_close(found, module(-x))
+        y = wrapped(view)
+    torch.testing.assert_close(y, module(-x))

@@ -19,7 +19,7 @@ Make = Callable[[], nn.Module]
 
 
 class Function(nn.Module):
-    """A function of the inputs and of parameters whose memory tests look at."""
+    """Call a function of the inputs and of parameters, whose memory the tests inspect."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Function(nn.Module):
 
 
 def pair(function: Callable[..., Any]) -> tuple[nn.Module, nn.Module]:
-    """The same module twice: wrapped, and eager."""
+    """Return the same module wrapped and in eager."""
     return ORTModule(Function(function), rng="torch"), Function(function)
 
 
@@ -50,8 +50,8 @@ def same(got: Any, eager: Any) -> None:
         assert got == eager
 
 
-def both(modules: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) -> None:
-    """Runs the same on ours and on eager: results or errors, and then gradients, must be the same."""
+def assert_same_runs(modules: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) -> None:
+    """Run the same calls in onnxtrain and in eager: results or errors, then gradients, must be equal."""
     results: list[Any] = []
     for module in modules:
         module.zero_grad()
@@ -61,7 +61,7 @@ def both(modules: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) 
             results.append(f"raises {type(error).__name__}")
     same(*results)
     if isinstance(results[1], str):
-        return  # where backward raises, some gradients may have been added before
+        return  # a backward that raises may have accumulated some gradients
     same(*([p.grad for p in module.parameters()] for module in modules))
     same(*([b.clone() for b in module.buffers()] for module in modules))
 
@@ -115,7 +115,7 @@ def test_an_output_that_is_a_view_shares_memory_as_in_eager(name: str, needs: bo
         return [*facts, view.detach().clone(), x.grad]
 
     for _ in range(2):
-        both(modules, run)
+        assert_same_runs(modules, run)
 
 
 @pytest.mark.parametrize("name", ["itself", "all of it", "rows", "columns", "dropout in eval"])
@@ -128,7 +128,7 @@ def test_a_change_of_a_view_changes_the_input(name: str) -> None:
         view.mul_(3)
         return x
 
-    both(modules, run)
+    assert_same_runs(modules, run)
 
 
 def test_a_change_of_an_output_that_is_no_view_leaves_the_inputs() -> None:
@@ -141,7 +141,7 @@ def test_a_change_of_an_output_that_is_no_view_leaves_the_inputs() -> None:
                 output.mul_(3)
         return [x, [p.detach().clone() for p in module.parameters()]]
 
-    both(modules, run)
+    assert_same_runs(modules, run)
 
 
 def test_two_outputs_that_share_memory() -> None:
@@ -153,7 +153,7 @@ def test_two_outputs_that_share_memory() -> None:
             outputs[0][2].fill_(9)
         return [outputs, outputs[0] is outputs[1], outputs[2].data_ptr() == outputs[0].data_ptr()]
 
-    both(modules, run)
+    assert_same_runs(modules, run)
 
 
 LONE_VIEWS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
@@ -176,7 +176,7 @@ def test_a_view_that_nobody_else_sees_may_be_changed_under_autograd(name: str) -
         sum(output.square().sum() for output in outputs).backward()
         return outputs
 
-    both(modules, run)
+    assert_same_runs(modules, run)
     assert not isinstance(run(modules[0]), str)
 
 
@@ -198,7 +198,7 @@ def test_a_change_of_an_output_changes_neither_another_nor_the_next_step(name: s
             first[0].mul_(3)
         return [first, module(inputs())]
 
-    both(modules, run)
+    assert_same_runs(modules, run)
 
 
 # Changes between forward and backward
@@ -233,7 +233,7 @@ def test_a_change_before_backward_raises_where_eager_raises(forward: str, change
         y.backward(torch.ones_like(y))
         return None
 
-    both(modules, run)
+    assert_same_runs(modules, run)
 
 
 def test_an_output_changed_in_place_under_autograd() -> None:
@@ -246,7 +246,7 @@ def test_an_output_changed_in_place_under_autograd() -> None:
         y.sum().backward()
         return [y.detach(), m]
 
-    both(modules, run)
+    assert_same_runs(modules, run)
 
 
 def test_the_loss_changed_in_place() -> None:
@@ -258,7 +258,7 @@ def test_the_loss_changed_in_place() -> None:
         loss.backward()
         return loss.detach()
 
-    both(modules, run)
+    assert_same_runs(modules, run)
 
 
 # Inputs that forward changes
@@ -285,7 +285,7 @@ def test_forward_changes_its_input(function: Callable[..., Any]) -> None:
 
     modules = pair(function)
     for _ in range(2):
-        both(modules, run)
+        assert_same_runs(modules, run)
 
 
 @pytest.mark.parametrize("function", [_adds_in_place, _fills_rows])
@@ -299,7 +299,7 @@ def test_forward_changes_an_input_that_has_a_gradient(function: Callable[..., An
 
     modules = pair(function)
     for _ in range(2):
-        both(modules, run)
+        assert_same_runs(modules, run)
 
 
 def test_one_tensor_as_two_inputs_of_which_one_is_changed() -> None:
@@ -307,14 +307,14 @@ def test_one_tensor_as_two_inputs_of_which_one_is_changed() -> None:
         x.add_(1)
         return y @ module.weight
 
-    def run(module: nn.Module, one: bool) -> Any:
+    def run(module: nn.Module, same_tensor: bool) -> Any:
         x = inputs()
-        y = module(x, x if one else inputs())
+        y = module(x, x if same_tensor else inputs())
         return [x, y.detach()]
 
     modules = pair(function)
-    for one in (False, True, False):
-        both(modules, lambda module, one=one: run(module, one))
+    for same_tensor in (False, True, False):
+        assert_same_runs(modules, lambda module, same_tensor=same_tensor: run(module, same_tensor))
 
 
 def test_inputs_that_overlap_of_which_one_is_changed() -> None:
@@ -323,18 +323,18 @@ def test_inputs_that_overlap_of_which_one_is_changed() -> None:
         return y @ module.weight
 
     def run(module: nn.Module) -> Any:
-        whole = torch.linspace(-2, 2, 5 * WIDTH).view(5, WIDTH)
-        y = module(whole[:3], whole[2:])
-        return [whole, y.detach()]
+        x = torch.linspace(-2, 2, 5 * WIDTH).view(5, WIDTH)
+        y = module(x[:3], x[2:])
+        return [x, y.detach()]
 
-    both(pair(function), run)
+    assert_same_runs(pair(function), run)
 
 
 # Gradients
 
 
 def test_two_gradients_do_not_share_memory() -> None:
-    """Each is the cotangent itself. In eager they share it, and what accumulates in one is in the other too."""
+    """Each is the cotangent itself. In eager they share memory, and accumulating into one changes the other."""
     module = ORTModule(Function(lambda m, x: x[0] + m.bias + m.square.view(-1)), rng="torch")
     for step in (1.0, 2.0, 3.0):
         y = module(inputs())
@@ -357,7 +357,7 @@ def test_gradients_accumulate_over_backwards() -> None:
         first.square().sum().backward()
         module(inputs()).sum().backward()
 
-    both(modules, run)
+    assert_same_runs(modules, run)
 
 
 def test_outputs_and_gradients_stay_as_they_are_in_later_steps() -> None:

@@ -1,4 +1,4 @@
-"""Traps of what forward computes and changes without gradient: each test fails when its guard is removed."""
+"""Silent errors of code that runs without gradient: each test fails when its guard is removed."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Net(nn.Module):
         self.register_buffer("average", torch.zeros(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.first(x))
+        return self.change_after(self.first(x))
 
-    def after(self, hidden: torch.Tensor) -> torch.Tensor:
+    def change_after(self, hidden: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
-def _check(after: Callable[[Net, torch.Tensor], torch.Tensor], falls_back: str | None = None) -> None:
-    made = type("Net", (Net,), {"after": after})
-    with compared(ZooModel("net", made, features, mean_square, falls_back=falls_back)) as compare:
+def _check(change_after: Callable[[Net, torch.Tensor], torch.Tensor], falls_back: str | None = None) -> None:
+    module_class = type("Net", (Net,), {"change_after": change_after})
+    with compared(ZooModel("net", module_class, features, mean_square, falls_back=falls_back)) as compare:
         compare.train(3, 0)
         compare.train(1, 0)
 
 
-# Switches of gradients and of autocast, one inside the other
+# Nested switches of grad mode and of autocast
 
 
 def _no_grad_in_autocast(net: Net, hidden: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def _autocast_in_no_grad_and_no_grad_in_that(net: Net, hidden: torch.Tensor) -> 
     return hidden * quiet
 
 
-# Changes that autograd does not see, of what has no gradient
+# Mutations that autograd does not see, of tensors without gradient
 
 
 def _written_rows(net: Net, hidden: torch.Tensor) -> torch.Tensor:
@@ -109,12 +109,12 @@ CAPTURED = [
 ]
 
 
-@pytest.mark.parametrize("after", CAPTURED, ids=lambda f: f.__name__.strip("_"))
-def test_what_has_no_gradient_gets_none(after: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
-    _check(after)
+@pytest.mark.parametrize("change_after", CAPTURED, ids=lambda f: f.__name__.strip("_"))
+def test_what_has_no_gradient_gets_none(change_after: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+    _check(change_after)
 
 
-# Changes that autograd does not see, of what has a gradient: eager keeps it
+# Mutations that autograd does not see, of tensors with a gradient, which eager keeps
 
 
 def _doubled(net: Net, hidden: torch.Tensor) -> torch.Tensor:
@@ -134,22 +134,24 @@ def _through_detach(net: Net, hidden: torch.Tensor) -> torch.Tensor:
     return hidden * net.average.add(1)
 
 
-@pytest.mark.parametrize("after", [_doubled, _zeroed_columns, _through_detach], ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "change_after", [_doubled, _zeroed_columns, _through_detach], ids=lambda f: f.__name__.strip("_")
+)
 def test_a_value_changed_where_autograd_does_not_look_keeps_its_gradient(
-    after: Callable[[Net, torch.Tensor], torch.Tensor],
+    change_after: Callable[[Net, torch.Tensor], torch.Tensor],
 ) -> None:
-    _check(after, falls_back="where autograd does not see it")
+    _check(change_after, falls_back="where autograd does not see it")
 
 
 def test_gradients_switched_on_under_no_grad() -> None:
-    """What forward computes under enable_grad needs a gradient, though the caller has switched gradients off."""
+    """Values that forward computes under enable_grad need a gradient, even if the caller disabled gradients."""
 
-    def after(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    def change_after(net: Net, hidden: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
             return net.last(hidden)
 
-    made = type("Net", (Net,), {"after": after})
-    entry = ZooModel("net", made, features, mean_square, falls_back="enable_grad")
+    module_class = type("Net", (Net,), {"change_after": change_after})
+    entry = ZooModel("net", module_class, features, mean_square, falls_back="enable_grad")
     with compared(entry) as compare, torch.no_grad():
         assert compare.eager.call(3, 0)[1].requires_grad
         assert compare.got.call(3, 0)[1].requires_grad

@@ -1,4 +1,4 @@
-"""Under `rng="torch"` a graph draws what eager draws: the same numbers, in the same order, as many of them."""
+"""Under `rng="torch"` a graph samples the same random numbers as eager, in the same order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def unused(x: torch.Tensor) -> torch.Tensor:
-    F.dropout(x, 0.5)  # nobody reads it, but it draws
+    F.dropout(x, 0.5)  # its result is unused, but it samples
     return F.dropout(x, 0.5)
 
 
@@ -65,14 +65,14 @@ DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def filled(x: torch.Tensor) -> torch.Tensor:
-    """PyTorch draws in the order of memory, not of the tensor's dimensions."""
-    found = x.clone().bernoulli_(0.4)
+    """PyTorch samples in memory order, not in the order of the tensor's dimensions."""
+    values = x.clone().bernoulli_(0.4)
     for fill in ("uniform_", "exponential_", "log_normal_", "cauchy_"):
-        found = found * getattr(torch.empty_like(x), fill)()
-    return found + torch.empty_like(x).geometric_(0.3)
+        values = values * getattr(torch.empty_like(x), fill)()
+    return values + torch.empty_like(x).geometric_(0.3)
 
 
-# Drawn by other means: captured or not, the numbers are eager's.
+# Sampled in other ways: whether captured or not, the numbers are eager's.
 OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "channels": lambda x: F.dropout2d(x[:, None], 0.5),
     "alpha": lambda x: F.alpha_dropout(x, 0.5, training=True),
@@ -129,7 +129,7 @@ class OnlySometimes(nn.Module):
 
 
 def runs(module: nn.Module, x: torch.Tensor, count: int) -> list[Any]:
-    """The outputs of some steps in a row, and the number drawn after them."""
+    """Return the outputs of consecutive steps, and a number sampled after them."""
     outputs = []
     for _ in range(count):
         out = module(x)
@@ -141,17 +141,17 @@ def runs(module: nn.Module, x: torch.Tensor, count: int) -> list[Any]:
 def test_every_step_draws_new_masks_that_follow_the_seed() -> None:
     module, x = OnlySometimes(), torch.randn(5, WIDTH)
     ours = ORTModule(module, rng="torch")
-    found = {}
+    results = {}
     for name, run in (("eager", module), ("first", ours), ("second", ours)):
         torch.manual_seed(5)
-        found[name] = runs(run, x, 4)
-    assert all(torch.allclose(a, b) for a, b in zip(found["eager"], found["first"], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(found["first"], found["second"], strict=True))
-    assert not torch.equal(found["first"][0], found["first"][1])
+        results[name] = runs(run, x, 4)
+    assert all(torch.allclose(a, b) for a, b in zip(results["eager"], results["first"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results["first"], results["second"], strict=True))
+    assert not torch.equal(results["first"][0], results["first"][1])
 
 
 def test_capture_draws_nothing() -> None:
-    """The first call, which captures, leaves the stream where eager leaves it; so does one that falls back."""
+    """The first call, which captures, advances the generator as eager does; so does a call that falls back."""
     compare = Comparison(model(DROPOUTS["one"]))
     compare.train(3, 4)
     compare = Comparison(model(lambda x: F.dropout(x, 0.5) if x.sum() > -99 else x))
@@ -169,7 +169,7 @@ def test_a_restored_random_state_repeats_the_step() -> None:
 
 @pytest.mark.parametrize("rng", ["torch", "fast"])
 def test_backward_uses_the_mask_of_its_own_forward(rng: str) -> None:
-    """Also after another forward, and when run twice."""
+    """This holds after another forward, and for a second backward."""
     module, x = ORTModule(OnlySometimes(), rng=rng), torch.randn(5, WIDTH)
     module.get_submodule("inner").requires_grad_(False)
     module.get_parameter("inner.weight").data.copy_(torch.eye(WIDTH))
@@ -197,7 +197,7 @@ def test_fast_masks_are_of_the_right_rate_and_follow_the_seed() -> None:
     assert not (module(x) == 0).any()
 
 
-# Numbers that PyTorch does not draw
+# Random numbers of Python and numpy
 
 PYTHONS: dict[str, Callable[[Any], float]] = {
     "random": lambda m: random.random(),
@@ -209,7 +209,7 @@ PYTHONS: dict[str, Callable[[Any], float]] = {
 
 
 class DropsLayers(nn.Module):
-    """Half of the layers on the average, as Python's or numpy's numbers fall."""
+    """Drop each layer with probability 1/2, by Python's or numpy's random numbers."""
 
     def __init__(self, draw: Callable[[Any], float]) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class DropsLayers(nn.Module):
 
 @pytest.mark.parametrize("name", PYTHONS)
 def test_layers_dropped_by_pythons_numbers(name: str) -> None:
-    """A graph would drop the same layers at every step."""
+    """A graph would drop the same layers in every step."""
     entry = ZooModel(name, lambda: DropsLayers(PYTHONS[name]), sequences, mean_square, falls_back="random generator")
     with compared(entry) as compare:
         outputs, after = [], []

@@ -1,6 +1,6 @@
-"""Sizes of which capture could keep the example's value: each case runs at several, in several orders.
+"""Sizes whose first value a capture could bake in: each case runs at several sizes, in several orders.
 
-A graph may hold at some sizes only, if it says so: then there is another capture, and never a wrong number.
+A graph may be valid for some sizes only, if its guards say so: other sizes are captured again, never computed wrongly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sequences(draw: Draw, batch: int, length: int) -> Call:
 
 
 class Function(nn.Module):
-    """A function of the inputs and of one linear layer."""
+    """Call a function of the inputs and of one linear layer."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ SERVED_BY_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "layer norm": lambda x: F.layer_norm(x, (WIDTH,)),
 }
 SIZES = ((3, 4), (1, 5), (4, 1), (1, 1), (WIDTH, WIDTH))
-# Where both sizes are 1, each is: the two places with one of them alone run with the slow tests.
+# Both sizes 1 covers each of them; the cases with only one size 1 are slow tests.
 PLACES = [
     pytest.param(
         i, id="first-{}-{}".format(*sizes), marks=[pytest.mark.slow] if (1 in sizes) and sizes != (1, 1) else []
@@ -75,7 +75,7 @@ PLACES = [
 @pytest.mark.parametrize("name", SERVED_BY_ONE)
 @pytest.mark.parametrize("first", PLACES)
 def test_one_capture_serves_all_sizes(name: str, first: int) -> None:
-    """Whichever comes first: sizes of 1 are not taken for broadcasting, equal sizes not for the same size."""
+    """In any order of sizes: a size of 1 does not mean broadcasting, and equal sizes are not one symbol."""
     with compared(model(SERVED_BY_ONE[name]), captures=1) as compare:
         for sizes in SIZES[first:] + SIZES[:first]:
             compare.train(*sizes)
@@ -119,7 +119,7 @@ SHAPES = ((3, 4), (1, 4), (3, 1), (1, 1))
 )
 @pytest.mark.parametrize("first", range(len(SHAPES)), ids=lambda i: "first-{}-{}".format(*SHAPES[i]))
 def test_an_input_that_broadcasts_at_some_sizes_only(function: Callable[..., torch.Tensor], first: int) -> None:
-    """The second input has size 1 or the first's size: the gradient is summed only where it broadcasts."""
+    """The second input has size 1 or the first's size: its gradient is summed only if it broadcasts."""
 
     def call(draw: Draw, batch: int, length: int) -> Call:
         return Call((draw.floats(3, 4, WIDTH, grad=True), draw.floats(batch, length, WIDTH, grad=True)))
@@ -181,7 +181,7 @@ def test_sizes_among_the_outputs() -> None:
             compare.train(*sizes)
 
 
-# Ranks, dtypes and layouts are other calls altogether
+# Other ranks, dtypes and layouts are different calls
 
 
 def test_another_rank_dtype_or_layout_is_another_capture() -> None:
@@ -208,7 +208,7 @@ def test_inputs_that_are_not_contiguous(first: bool) -> None:
             compare.train(3, 4)
 
 
-# A size that is computed from an input's: 1 for the first call, and larger for another
+# A size computed from an input's size: 1 in the first call, larger in another
 
 
 def kl_of_parts(x: torch.Tensor, wide_target: bool, reduction: str) -> torch.Tensor:
@@ -235,7 +235,7 @@ def test_a_computed_size_that_is_1_at_some_sizes(name: str, sizes: tuple[tuple[i
 
 
 def test_a_size_that_a_guard_fixes_is_no_size_of_another_capture() -> None:
-    """The second capture has the same nodes, with 25 where the first has 9."""
+    """The second capture has the same nodes with 25 instead of 9."""
 
     def sorted_pairs(x: torch.Tensor) -> torch.Tensor:
         pairs = torch.cartesian_prod(x[:, 0, 0], x[:, 0, 0])

@@ -1,4 +1,4 @@
-"""Traps of views and of changes in place that a trace loses: each test fails when its guard is removed."""
+"""Views and in-place mutations that a trace loses: each test fails when its guard is removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 4
 
 
 class Calls(nn.Module):
-    """Calls a function of itself and the input."""
+    """Call a function with the module and the input."""
 
     def __init__(self, function: Callable[[Calls, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -36,15 +36,15 @@ def ours(module: nn.Module) -> ORTModule:
 
 
 def assert_as_eager(function: Callable[[Calls, torch.Tensor], torch.Tensor], *, trains: bool = True) -> None:
-    """At several sizes: the output, the input and the buffers afterwards, and the gradient."""
+    """Compare output, gradient, and input and buffers after the call, at several sizes."""
     module, theirs = Calls(function), Calls(function)
     run = ours(module)
     for length in (6, 3):
         x = torch.randn(length, WIDTH)
-        given = x.clone()
-        output, expected = run(given), theirs(x)
+        mutated_x = x.clone()
+        output, expected = run(mutated_x), theirs(x)
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
-        torch.testing.assert_close(given, x, rtol=0, atol=0)
+        torch.testing.assert_close(mutated_x, x, rtol=0, atol=0)
         torch.testing.assert_close(dict(module.named_buffers()), dict(theirs.named_buffers()), rtol=0, atol=0)
         if trains:
             output.sum().backward()
@@ -53,15 +53,15 @@ def assert_as_eager(function: Callable[[Calls, torch.Tensor], torch.Tensor], *, 
 
 
 def written(text: str) -> Callable[[Calls, torch.Tensor], torch.Tensor]:
-    """A function that runs these statements, and gives `v` times the weight."""
+    """Return a function that runs these statements and returns `v` times the weight."""
     source = f"def function(self, x):\n    {text}\n    return v * self.weight"
     scope = {"torch": torch, "F": F, "nn": nn}
     exec(source, scope)
-    found: Callable[[Calls, torch.Tensor], torch.Tensor] = scope["function"]  # type: ignore[assignment]
-    return found
+    function: Callable[[Calls, torch.Tensor], torch.Tensor] = scope["function"]  # type: ignore[assignment]
+    return function
 
 
-# What is written to a view reaches the tensor that it is a view of
+# Writes to a view reach its base
 
 
 @pytest.mark.parametrize(
@@ -85,19 +85,19 @@ def test_writes_through_views_that_schemas_do_not_mark(text: str) -> None:
     assert_as_eager(written(text))
 
 
-# Results that are views of what forward changes in place
+# Results that are views of tensors that forward mutates
 
 
 def returned(text: str) -> Callable[[Calls, torch.Tensor], Any]:
-    """A function that runs these statements, and gives `v`."""
+    """Return a function that runs these statements and returns `v`."""
     scope = {"torch": torch}
     exec(f"def function(self, x):\n    {text}\n    return v", scope)
-    found: Callable[[Calls, torch.Tensor], Any] = scope["function"]  # type: ignore[assignment]
-    return found
+    function: Callable[[Calls, torch.Tensor], Any] = scope["function"]  # type: ignore[assignment]
+    return function
 
 
 def after_a_later_change(run: nn.Module, module: Calls, x: torch.Tensor) -> list[torch.Tensor]:
-    """The results of a call, after the caller changed the input and the buffer; and the input."""
+    """Return the results of a call after the caller changed the input and the buffer, and the input."""
     results = run(x)
     x.mul_(3.0)
     module.seen.sub_(5.0)
@@ -144,7 +144,7 @@ def test_a_buffer_whose_strides_change_after_the_capture() -> None:
         run(torch.ones(1))
 
 
-# Shapes that change in place
+# Shapes changed in place
 
 
 @pytest.mark.parametrize(
@@ -223,12 +223,12 @@ def test_data_that_a_graph_cannot_write_is_refused(text: str, reason: str) -> No
     ],
 )
 def test_a_write_to_an_overlapping_view_is_refused(text: str) -> None:
-    """Functionalization would add up the elements that overlap in memory."""
+    """Functionalization would sum the elements that overlap in memory."""
     with pytest.raises(CaptureError, match="elements overlap in memory"):
         ours(Calls(written(text)))(torch.randn(3, WIDTH))
 
 
-# Buffers that are written from values of another shape or type
+# Buffers written from values of another shape or dtype
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Custom autograd functions inside the graph: every result and gradient is eager's, bit by bit.
+"""Custom autograd functions inside the graph: every result and gradient equals eager's, bit for bit.
 
-Each function's backward is not the derivative of its forward, so that a backward that was lost shows.
+Each function's backward differs from the derivative of its forward: a test then detects a lost backward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def features(draw: Draw, batch: int, length: int) -> Call:
 
 
 def total(output: Any) -> torch.Tensor:
-    """A loss that weighs each element of each floating output with a factor of its own."""
+    """Return a loss with a different weight for each element of each floating output."""
     sum_ = torch.zeros(())
     for number, (_, tensor) in enumerate(leaves(output)):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -59,7 +59,7 @@ def total(output: Any) -> torch.Tensor:
 
 
 class Around(nn.Module):
-    """`use(self, x)` on a parameter and an input, with a layer before it."""
+    """Apply a layer, then `use(self, x)`."""
 
     def __init__(self, use: Callable[..., Any]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def assert_equal(got: Result, eager: Result) -> None:
         mine = got.gradients[name]
         assert (mine is None) == (gradient is None), f"{name}: {mine}, eager has {gradient}"
         if gradient is not None:
-            assert_no_worse_than_eager(name, mine, gradient, gradient)  # exact but for the order of sums
+            assert_no_worse_than_eager(name, mine, gradient, gradient)  # exact except for the order of sums
     for name, buffer in eager.buffers.items():
         assert torch.equal(got.buffers[name], buffer), name
     for mine, theirs in zip(got.random_states, eager.random_states, strict=True):
@@ -99,19 +99,19 @@ def check(
     autocast: bool = False,
     make: Callable[[Callable[..., Any]], nn.Module] = Around,
 ) -> tuple[nn.Module, nn.Module]:
-    """Compares a module that calls `use` with eager at all sizes, in training and without gradients."""
+    """Compare a module that calls `use` with eager at all sizes, with and without gradients."""
     entry = ZooModel("around", lambda: make(use), features, total)
     got, eager = Side(entry, dtype, strict, autocast), Side(entry, dtype, None, autocast)
     for size in sizes:
         assert_equal(got.train(size, 0), eager.train(size, 0))
-    assert count_captures(got.run) == captures + (0 in sizes)  # a size of 0 has a capture of its own
+    assert count_captures(got.run) == captures + (0 in sizes)  # size 0 has its own capture
     with torch.no_grad():
         assert_equal(got.forward(3, 0), eager.forward(3, 0))
     return got.run, eager.run
 
 
 class Scale(Function):
-    """x * factor * weight; backward is off by 7."""
+    """Compute x * factor * weight; backward is off by 7."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, factor: float = 1.0) -> torch.Tensor:
@@ -126,14 +126,14 @@ class Scale(Function):
         return dx, None if weight is None else (gradients[0] * x).sum(0), None
 
 
-apply_scale = Scale.apply  # as many users keep it: a patch of the class does not reach it
+apply_scale = Scale.apply  # many users store `apply`: patching the class does not affect it
 
 
 # Arguments
 
 
 class Takes(Function):
-    """Checks its arguments, and gives their digest back as a factor."""
+    """Check the arguments, and multiply by their digest."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_arguments(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_arguments_are_told_apart_by_type() -> None:
-    """True == 1 == 1.0, and equal calls of one capture share what is known of them."""
+    """True == 1 == 1.0, and equal calls of one capture share their analysis."""
     check(lambda m, x: [Takes.apply(x, a) for a in (True, 1, 1.0, 3, "3", (1,), [1], (True,))])
 
 
@@ -235,7 +235,7 @@ def test_apply_kept_before_the_capture() -> None:
     check(lambda m, x: apply_scale(x, m.weight))
 
 
-# What forward gives
+# Outputs of forward
 
 
 @every_dtype
@@ -300,9 +300,9 @@ def test_outputs_marked_without_gradient() -> None:
 
 
 class Both(Function):
-    """Two outputs; notes for which of them a gradient came."""
+    """Return two outputs, and record which of them got a gradient."""
 
-    seen: ClassVar[list[tuple[bool, ...]]] = []
+    has_gradient: ClassVar[list[tuple[bool, ...]]] = []
     materialize = True
 
     @staticmethod
@@ -313,7 +313,7 @@ class Both(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        Both.seen.append(tuple(g is not None for g in gradients))
+        Both.has_gradient.append(tuple(g is not None for g in gradients))
         a, b, c = (ctx.zero if g is None else g for g in gradients)
         return a * 5 + c, b * 11 + c
 
@@ -325,16 +325,19 @@ def test_materialized_gradients(
     used: tuple[int, ...], materialize: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Both, "materialize", materialize)
-    monkeypatch.setattr(Both, "seen", [])
+    monkeypatch.setattr(Both, "has_gradient", [])
     check(lambda m, x: operator.itemgetter(*used)(Both.apply(x, x * m.weight)), dtype)
-    assert set(Both.seen) == {tuple(materialize or i in used for i in range(3))}
+    assert set(Both.has_gradient) == {tuple(materialize or i in used for i in range(3))}
 
 
-@pytest.mark.parametrize("wanted", [0, 1])
-def test_a_gradient_that_comes_for_some_outputs_only(wanted: int) -> None:
+@pytest.mark.parametrize("used_output", [0, 1])
+def test_a_gradient_that_comes_for_some_outputs_only(used_output: int) -> None:
     """The module has two outputs, and only one is used in the loss."""
     entry = ZooModel(
-        "both", lambda: Around(lambda m, x: Both.apply(x, x * m.weight)[:2]), features, lambda out: out[wanted].sum()
+        "both",
+        lambda: Around(lambda m, x: Both.apply(x, x * m.weight)[:2]),
+        features,
+        lambda out: out[used_output].sum(),
     )
     got, eager = Side(entry, torch.float32, strict), Side(entry, torch.float32, None)
     for size in SIZES:
@@ -345,7 +348,7 @@ def test_a_gradient_that_comes_for_some_outputs_only(wanted: int) -> None:
 
 
 class GivesNone(Function):
-    """No gradient for the first input where the flag says so."""
+    """Return no gradient for the first input if the flag is set."""
 
     flags: ClassVar[list[bool]] = []
 
@@ -405,7 +408,7 @@ def test_no_backward_runs_twice_where_none_is_learned(monkeypatch: pytest.Monkey
         return Counts.apply(GivesNone.apply(m.weight.sin(), Counts.apply(x, "inner")), "outer")
 
     check(use, sizes=(3,))
-    assert calls == ["outer", "inner"] * 2  # ours and eager's
+    assert calls == ["outer", "inner"] * 2  # onnxtrain's and eager's
 
 
 def test_a_backward_that_gives_no_gradient_at_all_runs_at_every_step() -> None:
@@ -430,19 +433,19 @@ def test_a_backward_that_gives_no_gradient_at_all_runs_at_every_step() -> None:
 
 
 def test_inputs_are_not_copied_and_parameters_are_themselves() -> None:
-    seen: list[tuple[Any, ...]] = []
+    arguments: list[tuple[Any, ...]] = []
 
     class Looks(Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(x, weight)
-            seen.append((x.data_ptr(), weight))
+            arguments.append((x.data_ptr(), weight))
             return x * weight
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             x, weight = ctx.saved_tensors
-            seen.append((x.data_ptr(), weight))
+            arguments.append((x.data_ptr(), weight))
             weight.main_grad.add_(1)
             return gradients[0], gradients[0].sum(0)
 
@@ -451,9 +454,9 @@ def test_inputs_are_not_copied_and_parameters_are_themselves() -> None:
     run = strict(module)
     x = torch.randn(3, WIDTH)
     run(x)
-    seen.clear()
+    arguments.clear()
     run(x).sum().backward()
-    (before, weight), (after, saved) = seen
+    (before, weight), (after, saved) = arguments
     assert before == after, "the saved input was copied"
     assert weight is module.weight
     assert saved is module.weight
@@ -547,7 +550,7 @@ def test_a_saved_tensor_changed_before_backward_is_an_error() -> None:
         loss.backward()
 
 
-# Changes in place and aliases
+# In-place mutations and aliases
 
 
 class Doubles(Function):
@@ -564,7 +567,7 @@ class Doubles(Function):
 
 
 class UpdatesMean(Function):
-    """Changes a buffer without saying so, as batch norms do."""
+    """Mutate a buffer without mark_dirty, as batch norms do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -591,7 +594,7 @@ def doubled_view(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 def doubled_beside_an_equal(m: nn.Module, x: torch.Tensor) -> Any:
-    """The graph computes equal values once."""
+    """Compute equal values twice; CSE makes one of them."""
     hidden, other = x * 3, x * 3
     return Doubles.apply(hidden) * m.weight, other + 1
 
@@ -631,7 +634,7 @@ def test_an_input_of_the_module_is_changed_in_place() -> None:
 
 
 def refused(use: Callable[..., Any], reason: str) -> str:
-    """The module falls back with this reason, and its result is eager's all the same."""
+    """Check that the module falls back with this reason and returns eager's result."""
     entry = ZooModel("refused", lambda: Around(use), features, total)
     got = Side(entry, torch.float32, lambda m: ORTModule(m, rng="torch"))
     eager = Side(entry, torch.float32, None)
@@ -650,7 +653,7 @@ def test_an_unmarked_change_of_an_input_with_a_gradient_is_refused() -> None:
 
 
 class Same(Function):
-    """Gives its input, or a view of it."""
+    """Return the input, or a view of it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, view: bool = False) -> torch.Tensor:
@@ -697,7 +700,7 @@ def test_a_later_change_of_shared_memory() -> None:
     with torch.no_grad():  # the result is the input, and both change
         assert torch.equal(strict(module)(x), module(x))
     for wrap in (strict, lambda module: module):
-        with pytest.raises((RuntimeError, ORTModuleFallbackException), match=r"in ?place"):  # eager refuses it too
+        with pytest.raises((RuntimeError, ORTModuleFallbackException), match=r"in ?place"):  # eager raises too
             wrap(module)(x)
     views = Around(lambda m, x: changed_after(m, x, True))
     with torch.no_grad(), pytest.warns(UserWarning, match="in place later"):
@@ -705,7 +708,7 @@ def test_a_later_change_of_shared_memory() -> None:
 
 
 class Tricky(Function):
-    """Its output lies in its input's memory where there are more than two rows: not when it is captured."""
+    """Return a view of the input if it has more than two rows, which it does not have at capture."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -759,7 +762,7 @@ def test_a_wrong_alias_map_is_an_error() -> None:
 
 
 class Counting(Function):
-    """Takes sizes as Python numbers, loops over them and branches on them."""
+    """Read sizes as Python numbers, loop over them and branch on them."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -787,7 +790,7 @@ def test_a_batch_of_one_first() -> None:
 
 
 class Powers(Function):
-    """Its output's size follows by no rule that could be guessed."""
+    """Return an output whose size follows no rule that could be deduced."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -804,7 +807,7 @@ def test_sizes_that_follow_no_rule_are_guarded() -> None:
 
 
 class Positive(Function):
-    """Its output's size is in the elements."""
+    """Return an output whose size depends on the input's values."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -823,7 +826,7 @@ def test_an_output_whose_size_is_in_the_elements() -> None:
 
 
 class InNumpy(Function):
-    """Leaves PyTorch: fake tensors have no elements for it."""
+    """Compute in numpy, which cannot read fake tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> Any:
@@ -876,9 +879,9 @@ def test_a_rule_that_does_not_hold_is_an_error_and_no_wrong_result() -> None:
 
 
 class Shaped(Function):
-    """Says its shapes itself, and runs at no sizes but the real ones."""
+    """Declare its output shapes, and fail at all sizes but the real ones."""
 
-    asked: ClassVar[list[Any]] = []
+    requests: ClassVar[list[Any]] = []
     allowed = (3,)
 
     @staticmethod
@@ -892,7 +895,7 @@ class Shaped(Function):
 
     @staticmethod
     def infer_shape(node: Any, tensor_input_shapes: Any, tensor_input_dtypes: Any) -> Any:
-        Shaped.asked.append((node, tensor_input_shapes, tensor_input_dtypes))
+        Shaped.requests.append((node, tensor_input_shapes, tensor_input_dtypes))
         rows, columns = tensor_input_shapes[0]
         return [[rows * 2, columns], [rows]], [tensor_input_dtypes[0]] * 2
 
@@ -900,13 +903,13 @@ class Shaped(Function):
 def test_declared_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shaped, "allowed", SIZES)
     check(lambda m, x: Shaped.apply(x, 2))
-    node, shapes, dtypes = Shaped.asked[0]
+    node, shapes, dtypes = Shaped.requests[0]
     assert node.op_type == "PythonOp"
     assert len(shapes[0]) == 2
     assert dtypes == [onnx.TensorProto.FLOAT]
     monkeypatch.setattr(Shaped, "allowed", ())
     run = strict(Around(lambda m, x: Shaped.apply(x, 2)))
-    with pytest.raises(AssertionError):  # captured by its declaration alone; the real run is the first
+    with pytest.raises(AssertionError):  # captured from its declaration; the first real call is the first run
         run(torch.randn(3, WIDTH))
 
 
@@ -971,7 +974,7 @@ def test_setup_context_and_once_differentiable(dtype: torch.dtype) -> None:
 
 
 def test_which_inputs_need_a_gradient() -> None:
-    seen: list[Any] = []
+    flags: list[Any] = []
 
     class Needs(Function):
         @staticmethod
@@ -981,7 +984,7 @@ def test_which_inputs_need_a_gradient() -> None:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            seen.append(ctx.needs_input_grad)
+            flags.append(ctx.needs_input_grad)
             return gradients[0] * 7, *[None] * (ctx.count - 1)
 
     def use(m: nn.Module, x: torch.Tensor) -> Any:
@@ -990,7 +993,7 @@ def test_which_inputs_need_a_gradient() -> None:
         return Needs.apply(x, m.weight, m.mean, frozen, x.detach(), 3, x > 0, [x], x + 1)
 
     check(use, sizes=(3,))
-    assert seen[0] == seen[1] == (True, True, False, False, False, False, False, False, True)
+    assert flags[0] == flags[1] == (True, True, False, False, False, False, False, False, True)
 
 
 def test_a_frozen_parameter() -> None:
@@ -1028,7 +1031,7 @@ def test_functions_inside_functions() -> None:
 
 
 def test_a_function_that_runs_a_module_and_its_backward_inside() -> None:
-    """As checkpoints do: gradients of what the function closes over come by a backward inside its own."""
+    """Checkpoints do so: a backward inside the function's backward computes gradients of captured parameters."""
 
     class Runs(Function):
         @staticmethod
@@ -1069,21 +1072,21 @@ def test_hooks_on_parameters_run_once() -> None:
 
 
 class InHalf(Function):
-    """Computes in the type that autocast says, and remembers what it saw."""
+    """Compute in autocast's dtype, and record the dtypes."""
 
-    seen: ClassVar[list[Any]] = []
+    dtypes: ClassVar[list[Any]] = []
 
     @staticmethod
     @custom_fwd(device_type="cpu")
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        InHalf.seen.append((torch.is_autocast_enabled("cpu"), x.dtype))
+        InHalf.dtypes.append((torch.is_autocast_enabled("cpu"), x.dtype))
         ctx.save_for_backward(x, weight)
         return x @ weight
 
     @staticmethod
     @custom_bwd(device_type="cpu")
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        InHalf.seen.append((torch.is_autocast_enabled("cpu"), gradients[0].dtype))
+        InHalf.dtypes.append((torch.is_autocast_enabled("cpu"), gradients[0].dtype))
         x, weight = ctx.saved_tensors
         return gradients[0] @ weight.t() * 7, x.t() @ gradients[0]
 
@@ -1109,13 +1112,13 @@ class Squared(Around):
 
 
 def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InHalf, "seen", [])
+    monkeypatch.setattr(InHalf, "dtypes", [])
 
     def use(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return InFull.apply(InHalf.apply(x, m.square)) * 2
 
     check(use, autocast=True, make=Squared, sizes=(3, 5))
-    assert all(enabled for enabled, _ in InHalf.seen[-6:])
+    assert all(enabled for enabled, _ in InHalf.dtypes[-6:])
     check(use, make=Squared, sizes=(3, 5))
 
 
@@ -1143,14 +1146,14 @@ def test_backward_inside_autocast() -> None:
 
     torch.manual_seed(0)
     x = torch.randn(3, WIDTH)
-    found = []
+    gradients = []
     for wrap in (strict, lambda module: module):
         module = Squared(lambda m, x: Multiplies.apply(x, m.square))
         run = wrap(module)
         with torch.autocast("cpu", torch.bfloat16):
             total(run(x)).backward()
-        found.append(module.square.grad)
-    assert torch.equal(*found)
+        gradients.append(module.square.grad)
+    assert torch.equal(*gradients)
 
 
 def test_without_gradients() -> None:
@@ -1185,7 +1188,7 @@ def test_complex_values() -> None:
 
 
 class Drops(Function):
-    """Draws its mask in forward."""
+    """Sample a mask in forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -1201,7 +1204,7 @@ class Drops(Function):
 def test_random_numbers_come_in_eagers_order() -> None:
     def use(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         first = nn.functional.dropout(x, 0.5)
-        Drops.apply(x)  # draws all the same
+        Drops.apply(x)  # it samples nevertheless
         return Drops.apply(nn.functional.dropout(Drops.apply(first), 0.5)) + nn.functional.dropout(x, 0.25)
 
     check(use)
@@ -1212,9 +1215,9 @@ def test_a_function_whose_result_is_unused_runs() -> None:
 
     class Notes(Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, what: str) -> torch.Tensor:
+        def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
             if not isinstance(x, torch._subclasses.FakeTensor):
-                calls.append(what)
+                calls.append(name)
             return x * 1
 
     def use(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -1241,7 +1244,7 @@ def test_double_backward() -> None:
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             return gradients[0] * 7 * ctx.saved_tensors[0] ** 2
 
-    found = []
+    results = []
     for wrap in (strict, lambda module: module):
         module = Around(lambda m, x: Cubes.apply(x) * m.weight)
         x = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH).requires_grad_()
@@ -1249,8 +1252,8 @@ def test_double_backward() -> None:
             warnings.simplefilter("ignore")
             (first,) = torch.autograd.grad(total(wrap(module)(x)), x, create_graph=True)
         first.square().sum().backward()
-        found.append((first.detach(), x.grad, module.before.grad, module.weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append((first.detach(), x.grad, module.before.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # Collectives
@@ -1376,7 +1379,7 @@ def test_a_wrong_backward_is_named(kind: str) -> None:
 
 
 def test_what_autograd_forgives_is_forgiven() -> None:
-    """More Nones than arguments, a broadcast gradient, another type."""
+    """More Nones than arguments, a broadcast gradient, another dtype."""
     forgiving = failing(lambda ctx, g: (g.double(), g.new_ones(5, *g.shape), None, None, None))
     check(lambda m, x: forgiving.apply(x, m.weight, 2.0), sizes=(3, 5))
 
