@@ -23,23 +23,22 @@ from onnxtrain.ops.definition import (
     Call,
     Effects,
     FromTorch,
-    Fusion,
     Gradient,
     GradientRule,
     Infix,
     Kernel,
-    Layout,
     NodeView,
     NotDifferentiable,
     OpDef,
     Standard,
     numel,
 )
+from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
+from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.registry import define
 from onnxtrain.system.machine import Machine
 
 _NO_NAMES: frozenset[str] = frozenset()
-FUSIBLE = Fusion()
 
 
 def always(node: NodeView) -> bool:
@@ -75,7 +74,6 @@ def define_unary(
     flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
     host_eval: Callable[..., Any] | None = None,
     preferred_kernels: tuple[Kernel, ...] = (),
-    fusion: Fusion | None = FUSIBLE,
     cpp_expression: str = "",
 ) -> OpDef:
     """Define y = f(x), elementwise, in x's type.
@@ -88,7 +86,7 @@ def define_unary(
 
     names = (torch_name,) if isinstance(torch_name, str) else torch_name
 
-    return define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -108,11 +106,12 @@ def define_unary(
             aliases={},
             flops=flops,
             host_eval=host_eval,
-            layout=Layout(frozenset({"x", "y"})),
-            fusion=fusion,
             cpp_expression=cpp_expression,
         )
     )
+    IMAGES.register(op, Images(frozenset({"x", "y"})))
+    FUSIBLE.add(op)
+    return op
 
 
 def _broadcast_type(n: NodeView) -> Sequence[TensorType]:
@@ -150,7 +149,7 @@ def define_binary(
         lower = lambda n, a, b: Infix(infix, kernel, a, b)
     lower = lower or (lambda n, a, b: Call(kernel, a, b))
     accepts_scalars, in_place_input = accepts_scalars or symbol is not None, 0 if symbol else None
-    return define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -170,12 +169,13 @@ def define_binary(
             aliases={},
             flops=elementwise_flops,
             host_eval=_on_host(host_eval) if host_eval else None,
-            layout=Layout(frozenset({"a", "b", "y"})),
-            fusion=FUSIBLE,
             commutative=commutative,
             cpp_expression=cpp_expression,
         )
     )
+    IMAGES.register(op, Images(frozenset({"a", "b", "y"})))
+    FUSIBLE.add(op)
+    return op
 
 
 def _on_host(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -200,8 +200,6 @@ class OptionalFields(TypedDict, total=False):
     """Fields of `OpDef` that `define_fused` passes on unchanged."""
 
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int]
-    layout: Layout
-    fusion: Fusion
     static_shape_inputs: frozenset[str]
     output_addend: str
     input_addend: str

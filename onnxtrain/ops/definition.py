@@ -280,28 +280,6 @@ class Replay(NamedTuple):
     build: Callable[..., ir.Value]
 
 
-class Layout(NamedTuple):
-    """Certain inputs and outputs hold images [n, c, h, w], all in the same memory format, whichever it is.
-
-    Attributes:
-        values: the names of these inputs and outputs.
-        prefers_channels_last: whether the op runs faster in channels_last memory format.
-    """
-
-    values: frozenset[str]
-    prefers_channels_last: bool = False
-
-
-class Fusion(NamedTuple):
-    """An op consists of loops over elements or rows: a compiler may fuse them with those of neighbouring ops.
-
-    Attributes:
-        profitable: whether kernels of regions with this op and a neighbour were measured to be faster than its own.
-    """
-
-    profitable: bool = False
-
-
 class ScalarFactor(NamedTuple):
     """How scalar factors move through an op, or become part of it.
 
@@ -351,8 +329,6 @@ class OpDef:
         replay: see Replay; None for an op that is not random, or whose outputs must be kept.
         is_repeatable: from the node, whether running it again gives the same outputs and does nothing else, although
             the op has effects.
-        layout: see Layout; None if the kernels read inputs of any memory format and write contiguous outputs.
-        fusion: see Fusion; None if a library's kernel computes the op, or if it moves elements.
         commutative: whether its two inputs may be swapped.
         static_shape_inputs: inputs whose sizes decide how the body is written: a function of the op is valid for these
             sizes alone.
@@ -394,8 +370,6 @@ class OpDef:
     object_outputs: frozenset[str] = frozenset()
     replay: Replay | None = None
     is_repeatable: Callable[[ir.Node], bool] = lambda node: False
-    layout: Layout | None = None
-    fusion: Fusion | None = None
     commutative: bool = False
     static_shape_inputs: frozenset[str] = frozenset()
     preserves_elements: bool = False

@@ -16,9 +16,10 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.values import dtype_of, rank_of
-from onnxtrain.ops import OpDef, definition_of
+from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Method
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.memory_format import IMAGES
 
 _MIN_CONVOLUTIONS = 2  # a single one gains no more than its conversions cost
 
@@ -34,15 +35,16 @@ def is_profitable(nodes: Iterable[ir.Node], inputs: Sequence[torch.Tensor]) -> b
     """
     if any(t.device.type != "cpu" or (t.dim() > 2 and not t.is_contiguous()) for t in inputs):
         return False
-    return sum(_gains(node, definition_of(node)) for node in nodes) >= _MIN_CONVOLUTIONS
+    return sum(map(_gains, nodes)) >= _MIN_CONVOLUTIONS
 
 
 def _is_image(value: ir.Value | None) -> bool:
     return value is not None and rank_of(value) == 4
 
 
-def _gains(node: ir.Node, definition: OpDef) -> bool:
-    if definition.layout is None or not definition.layout.prefers_channels_last or not _is_image(node.outputs[0]):
+def _gains(node: ir.Node) -> bool:
+    images = IMAGES.of(node)
+    if images is None or not images.prefers_channels_last or not _is_image(node.outputs[0]):
         return False
     first = node.inputs[0]
     return first is not None and TORCH_DTYPES[dtype_of(first)] in (torch.float32, torch.bfloat16, torch.float16)
@@ -62,21 +64,21 @@ class ChannelsLast:
         stack = [node]
         while stack:  # no recursion: graphs are deep
             current = stack[-1]
-            definition = definition_of(current)
             if current in self._propagates:
                 stack.pop()
-            elif definition.layout is None:
+            elif IMAGES.of(current) is None:
                 self._propagates[current] = False
-            elif _gains(current, definition):
+            elif _gains(current):
                 self._propagates[current] = True
             else:
-                sources = [v.producer() for v in _images_read(current, definition)]
+                images = _images_read(current)
+                sources = [v.producer() for v in images]
                 unknown = [s for s in sources if s is not None and s not in self._propagates]
                 if unknown:
                     stack += unknown
                 else:
                     self._propagates[current] = any(
-                        self.is_channels_last(v) for v in _images_read(current, definition) if v.producer() is not None
+                        self.is_channels_last(v) for v in images if v.producer() is not None
                     )
         return self._propagates[node]
 
@@ -85,9 +87,8 @@ class ChannelsLast:
         node = value.producer()
         if node is None or not _is_image(value) or not self._runs_channels_last(node):
             return False
-        definition = definition_of(node)
-        layout = definition.layout
-        return layout is not None and definition.output_name(value.index() or 0) in layout.values
+        images = IMAGES.of(node)
+        return images is not None and definition_of(node).output_name(value.index() or 0) in images.values
 
     def may_be_channels_last(self, value: ir.Value) -> bool:
         """Whether a value may be channels_last: also true of a convolution's weight gradient."""
@@ -111,8 +112,8 @@ class ChannelsLast:
     def _conversions(self, node: ir.Node) -> list[torch.memory_format | None]:
         """For each input the memory format that it is converted to; None if it is read as it is."""
         definition = definition_of(node)
-        layout = definition.layout
-        values = layout.values if layout is not None and self._runs_channels_last(node) else frozenset()
+        images = IMAGES.of(node)
+        values = images.values if images is not None and self._runs_channels_last(node) else frozenset()
         formats: list[torch.memory_format | None] = []
         for index, value in enumerate(node.inputs):
             if value is None:
@@ -133,8 +134,8 @@ def _convert(memory_format: torch.memory_format | None, argument: Any) -> Any:
     )
 
 
-def _images_read(node: ir.Node, definition: OpDef) -> list[ir.Value]:
+def _images_read(node: ir.Node) -> list[ir.Value]:
     """The images that a node reads in the memory format in which it writes."""
-    assert definition.layout is not None
-    values = definition.layout.values
-    return [v for i, v in enumerate(node.inputs) if v is not None and definition.input_name(i) in values]
+    definition, images = definition_of(node), IMAGES.of(node)
+    assert images is not None
+    return [v for i, v in enumerate(node.inputs) if v is not None and definition.input_name(i) in images.values]

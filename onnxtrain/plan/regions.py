@@ -3,9 +3,9 @@
     before   x ─QuickGelu─> s ─Add(s, z)─> y                      s is written and read back
     after    x, z ─[QuickGelu, Add]─> y
 
-Definitions say which ops fuse (`OpDef.fusion`). All nodes of a region loop over one shape, its iteration shape. They
-are moved side by side, to a position after the producers of their inputs and before the readers of their outputs; so no
-cycle arises. Views and nodes with effects are never part of a region, and no region may raise the peak of its part.
+`FUSIBLE` has the ops that fuse. All nodes of a region loop over one shape, its iteration shape. They are moved side by
+side, to a position after the producers of their inputs and before the readers of their outputs; so no cycle arises.
+Views and nodes with effects are never part of a region, and no region may raise the peak of its part.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import Effects, definition_of
+from onnxtrain.ops.interfaces.fused_regions import FUSIBLE, GAINS_FROM_FUSION
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import in_place_inputs, last_uses
 from onnxtrain.plan.storage import Storages
@@ -51,8 +52,7 @@ class Region:
     @property
     def gains(self) -> bool:
         """Whether it has at least two nodes, one of them of an op whose fusion was measured to gain."""
-        fusions = [definition_of(node).fusion for node in self.part.nodes]
-        return len(fusions) > 1 and any(fusion is not None and fusion.profitable for fusion in fusions)
+        return len(self.part.nodes) > 1 and any(node in GAINS_FROM_FUSION for node in self.part.nodes)
 
     def __str__(self) -> str:
         return " + ".join(node.op_type for node in self.part.nodes)
@@ -82,7 +82,7 @@ def find_regions(part: Part, storages: Storages) -> FoundRegions:
     groups = _Groups(part)
     refused: dict[ir.Node, str] = {}
     for node in part.nodes:
-        if definition_of(node).fusion is None or part.host.issuperset(node.outputs):
+        if node not in FUSIBLE or part.host.issuperset(node.outputs):
             continue
         reason = _obstacle(node, part)
         if reason:

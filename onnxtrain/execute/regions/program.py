@@ -22,7 +22,7 @@ from onnxtrain.graph.values import dtype_of
 from onnxtrain.log import LOG
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError
-from onnxtrain.ops import definition_of
+from onnxtrain.ops.interfaces.fused_regions import FUSIBLE, GAINS_FROM_FUSION
 from onnxtrain.options import Options
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.regions import Region, find_regions
@@ -50,8 +50,8 @@ def watch(program: Program, options: Options, device: torch.device, make_program
     """
     if not options.kernels.startswith("fused"):
         return None
-    fusions = [definition_of(node).fusion for node in program.part.nodes]
-    if not any(f is not None and (f.profitable or options.kernels == "fused-all") for f in fusions):
+    wanted = FUSIBLE if options.kernels == "fused-all" else GAINS_FROM_FUSION
+    if not any(node in wanted for node in program.part.nodes):
         return None
     return FusedProgram(program, options, device, make_program)
 

@@ -10,19 +10,19 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.constructors import FUSIBLE, define_unary, elementwise_flops, never
+from onnxtrain.ops.constructors import define_unary, elementwise_flops, never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     Body,
     Call,
     Effects,
     FromTorch,
-    Fusion,
     Kernel,
-    Layout,
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
+from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.registry import define
 
 Lower = Callable[..., Call]
@@ -50,7 +50,6 @@ def define_activation_grad(
     lower_on_gpu: Lower | None = None,
     preferred_kernels: Sequence[Kernel] = (),
     in_place: bool = False,
-    fusion: Fusion = FUSIBLE,
 ) -> OpDef:
     """Define dx = f'(saved) * dy, elementwise; `saved` is "x" or "y".
 
@@ -64,7 +63,7 @@ def define_activation_grad(
     def shapes(n: NodeView) -> Sequence[TensorType]:
         return (type_of(getattr(n, saved)),)
 
-    return define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -84,10 +83,11 @@ def define_activation_grad(
             aliases={},
             flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
             host_eval=None,
-            layout=Layout(frozenset({"dy", saved, "dx"})),
-            fusion=fusion,
         )
     )
+    IMAGES.register(op, Images(frozenset({"dy", saved, "dx"})))
+    FUSIBLE.add(op)
+    return op
 
 
 def define_activation(
@@ -109,7 +109,6 @@ def define_activation(
     grad_lower_on_gpu: Lower | None = None,
     preferred_kernels: tuple[Kernel, Kernel] | None = None,
     grad_in_place: bool = False,
-    fusion: Fusion = FUSIBLE,
     cpp_expression: str = "",
 ) -> tuple[OpDef, OpDef]:
     """Define y = f(x), and dx as `define_activation_grad` does. `preferred_kernels` holds a kernel of each."""
@@ -134,7 +133,6 @@ def define_activation(
         lower=lower,
         flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
         preferred_kernels=preferred_kernels[:1] if preferred_kernels else (),
-        fusion=fusion,
         cpp_expression=cpp_expression,
     )
     return forward, define_activation_grad(
@@ -148,5 +146,4 @@ def define_activation(
         lower_on_gpu=grad_lower_on_gpu,
         preferred_kernels=preferred_kernels[1:] if preferred_kernels else (),
         in_place=grad_in_place,
-        fusion=fusion,
     )

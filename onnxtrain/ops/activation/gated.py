@@ -21,8 +21,9 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.activation.constructors import scalar
-from onnxtrain.ops.constructors import FUSIBLE, broadcast_axes, define_fused, elementwise_flops, never
+from onnxtrain.ops.constructors import broadcast_axes, define_fused, elementwise_flops, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
@@ -177,7 +178,6 @@ GATED_ACTIVATION = define_fused(
     axes=broadcast_axes,
     flops=lambda n: sizes.multiply(11, elementwise_flops(n)),
     gradient=(Gradient(_gradients, ("gate", "up")),),
-    fusion=FUSIBLE,
 )
 GATED_ACTIVATION_GRAD = define_fused(
     OWN,
@@ -197,5 +197,5 @@ GATED_ACTIVATION_GRAD = define_fused(
     lower=lambda n, *xs: Call(kernels.aten_gated_backward, *xs, n.activation),
     axes=broadcast_axes,
     flops=lambda n: sizes.multiply(22, elementwise_flops(n)),
-    fusion=FUSIBLE,
 )
+FUSIBLE.add(GATED_ACTIVATION, GATED_ACTIVATION_GRAD)

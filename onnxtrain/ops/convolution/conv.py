@@ -38,9 +38,10 @@ from onnxtrain.ops.body_parts import int64_vector, reshaped, sum_over
 from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
-from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, Layout, NodeView
+from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, NodeView
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, output_mask
+from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.registry import capture_call
 from onnxtrain.ops.sliding_windows import (
@@ -289,8 +290,8 @@ CONV = define_fused(
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:]) // math.prod(_geometry(n)[0])),
     axes=_conv_axes,
     flops=_conv_flops,
-    layout=Layout(frozenset({"x", "y"}), prefers_channels_last=True),
 )
+IMAGES.register(CONV, Images(frozenset({"x", "y"}), prefers_channels_last=True))
 
 
 # ConvTranspose
@@ -324,7 +325,7 @@ def _lower_conv_transpose(n: NodeView, x: Any, w: Any, b: Any) -> Call:
     return Call(torch.convolution, x, w, b, strides, pads, dilations, True, _output_padding(n), n.group)
 
 
-define_fused(
+CONV_TRANSPOSE = define_fused(
     ONNX,
     "ConvTranspose",
     ("x", "w", "b?"),
@@ -344,8 +345,8 @@ define_fused(
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),
     axes=lambda n: _conv_axes(n, transposed=True),
     flops=_conv_flops,
-    layout=Layout(frozenset({"x", "y"}), prefers_channels_last=True),
 )
+IMAGES.register(CONV_TRANSPOSE, Images(frozenset({"x", "y"}), prefers_channels_last=True))
 
 
 # Gradients
@@ -515,7 +516,7 @@ def _lower_conv_transpose_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
     return _lower_grad(n, dy, x, w, _output_padding(n), True)
 
 
-define_fused(
+CONV_GRAD = define_fused(
     MICROSOFT,
     "ConvGrad",
     ("dy", "x", "w"),
@@ -537,12 +538,12 @@ define_fused(
         ),
     ),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),
-    layout=Layout(frozenset({"dy", "x", "dx"}), prefers_channels_last=True),
     static_shape_inputs=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial_sizes(n.dy)), product(sizes.dims_of(n.w))),
 )
-define_fused(
+IMAGES.register(CONV_GRAD, Images(frozenset({"dy", "x", "dx"}), prefers_channels_last=True))
+CONV_TRANSPOSE_GRAD = define_fused(
     MICROSOFT,
     "ConvTransposeGrad",
     ("dy", "x", "w"),
@@ -553,8 +554,8 @@ define_fused(
     lower=_lower_conv_transpose_grad,
     others=(in_float32(_lower_conv_transpose_grad),),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[1][2:])),
-    layout=Layout(frozenset({"dy", "x", "dx"}), prefers_channels_last=True),
     static_shape_inputs=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, transposed=True, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial_sizes(n.x)), product(sizes.dims_of(n.w))),
 )
+IMAGES.register(CONV_TRANSPOSE_GRAD, Images(frozenset({"dy", "x", "dx"}), prefers_channels_last=True))

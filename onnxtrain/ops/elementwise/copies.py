@@ -29,13 +29,13 @@ from onnxtrain.ops.definition import (
     FromTorch,
     Gradient,
     Kernel,
-    Layout,
     Method,
     NodeView,
     OpDef,
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.registry import define, definition_of
 
 _COMPLEX = frozenset({ir.DataType.COMPLEX64, ir.DataType.COMPLEX128})
@@ -111,10 +111,10 @@ CAST = define(
         aliases={},
         flops=elementwise_flops,
         host_eval=None,
-        layout=Layout(frozenset({"x", "y"})),
         preserves_elements=True,
     )
 )
+IMAGES.register(CAST, Images(frozenset({"x", "y"})))
 
 
 # Identity, Clone, Detach

@@ -30,9 +30,10 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.body_parts import add_scalar, cast, count_over, mean_over, mul_scalar, reshaped, sum_over
 from onnxtrain.ops.constructors import define_fused
-from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Kernel, Layout, NodeView, OpDef, numel
+from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
+from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.norm.batch_norm_channels_last import (
     add_residual_and_relu,
@@ -279,7 +280,7 @@ def _repeat(op: Builder, vector: ir.Value, batch: sizes.Size, channels: sizes.Si
     return reshaped(op, op.Expand(vector, op.sizes([batch, channels])), [sizes.multiply(batch, channels)])
 
 
-define_fused(
+BATCH_NORM_INTERNAL = define_fused(
     MICROSOFT,
     "BatchNormInternal",
     ("x", "scale?", "b?", "input_mean?", "input_var?", "residual?"),
@@ -298,10 +299,10 @@ define_fused(
     lower=_lower_batch_norm(compiled=False),
     axes=_channel_axes("X C C C C X -> X C C C C"),
     flops=lambda n: sizes.multiply(8, numel(n.x)),
-    layout=Layout(frozenset({"x", "y", "residual"})),
     output_addend="residual",
     fusable_activations=frozenset({"Relu"}),
 )
+IMAGES.register(BATCH_NORM_INTERNAL, Images(frozenset({"x", "y", "residual"})))
 
 
 # BatchNormalizationGrad(dy, x, scale, mean, inv_std, y, added) -> dx, dscale, db, dresidual
@@ -363,7 +364,7 @@ def _define_grad(
 
     image_axes = {"dy": "X", "x": "X", "y": "X", "added": "X", "dx": "X", "dresidual": "X"}
     sides = (" ".join(image_axes.get(v.rstrip("?"), "C") for v in side) for side in (inputs, outputs))
-    return define_fused(
+    op = define_fused(
         domain,
         name,
         inputs,
@@ -375,9 +376,10 @@ def _define_grad(
         lower=lower(compiled=False),
         axes=_channel_axes(" -> ".join(sides)),
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
-        layout=Layout(frozenset(image_axes) & {v.rstrip("?") for v in (*inputs, *outputs)}),
         input_addend=input_addend,
     )
+    IMAGES.register(op, Images(frozenset(op.slots.keys() & image_axes.keys())))
+    return op
 
 
 BATCH_NORM_GRAD = _define_grad(
@@ -425,7 +427,7 @@ def _inference_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Grads:
     return apply_output_mask(grads, mask, n)
 
 
-define_fused(
+BATCH_NORMALIZATION = define_fused(
     ONNX,
     "BatchNormalization",
     ("x", "scale", "b", "input_mean", "input_var"),
@@ -442,8 +444,8 @@ define_fused(
     ),
     axes=_channel_axes("X C C C C -> X"),
     flops=lambda n: sizes.multiply(2, numel(n.x)),
-    layout=Layout(frozenset({"x", "y"})),
 )
+IMAGES.register(BATCH_NORMALIZATION, Images(frozenset({"x", "y"})))
 
 
 # BatchNormalizationInferenceGrad(dy, x, scale, input_mean, input_var) -> dx, dscale, db

@@ -27,7 +27,8 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import int64_vector, mul_scalar, reshaped
 from onnxtrain.ops.constructors import define_fused
-from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Gradient, Layout, NodeView, numel
+from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Gradient, NodeView, numel
+from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.registry import view
 from onnxtrain.ops.sliding_windows import (
     attribute_per_axis,
@@ -203,8 +204,8 @@ MAX_POOL = define_fused(
     lower=_lower_max,
     axes=pool_axes,
     flops=_flops,
-    layout=Layout(frozenset({"x", "y", "indices"})),
 )
+IMAGES.register(MAX_POOL, Images(frozenset({"x", "y", "indices"})))
 
 
 # MaxPool of ONNX: indices relative to the whole tensor
@@ -293,8 +294,8 @@ MAX_POOL_GRAD = define_fused(
     host_inputs=frozenset({2}),
     axes=lambda n: NO_AXES,  # an axis that passes would have to change in the value of `shape` too
     flops=lambda n: numel(n.dy),
-    layout=Layout(frozenset({"dy", "indices", "dx"})),
 )
+IMAGES.register(MAX_POOL_GRAD, Images(frozenset({"dy", "indices", "dx"})))
 
 
 # AveragePool
@@ -336,7 +337,7 @@ def _capture_average(count: int) -> Any:
     return capture
 
 
-define_fused(
+AVERAGE_POOL = define_fused(
     ONNX,
     "AveragePool",
     ("x",),
@@ -350,8 +351,8 @@ define_fused(
     lower=_lower_average,
     axes=pool_axes,
     flops=_flops,
-    layout=Layout(frozenset({"x", "y"})),
 )
+IMAGES.register(AVERAGE_POOL, Images(frozenset({"x", "y"})))
 
 
 # AveragePoolGrad: distributes each element of dy evenly over its window
@@ -401,7 +402,7 @@ def average_pool_backward(dy: Tensor, shape: Sequence[int], *arguments: Any) -> 
     return kernel.default(dy, unread_input(dy, shape, dy.dtype), *arguments, None)  # type: ignore[no-any-return]
 
 
-define_fused(
+AVERAGE_POOL_GRAD = define_fused(
     MICROSOFT,
     "AveragePoolGrad",
     ("dy", "shape"),
@@ -415,8 +416,8 @@ define_fused(
     host_inputs=frozenset({1}),
     axes=lambda n: NO_AXES,  # an axis that passes would have to change in the value of `shape` too
     flops=lambda n: sizes.multiply(numel(n.dy), product(n.kernel_shape)),
-    layout=Layout(frozenset({"dy", "dx"})),
 )
+IMAGES.register(AVERAGE_POOL_GRAD, Images(frozenset({"dy", "dx"})))
 
 
 # GlobalAveragePool
@@ -428,7 +429,7 @@ def _global_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return dx
 
 
-define_fused(
+GLOBAL_AVERAGE_POOL = define_fused(
     ONNX,
     "GlobalAveragePool",
     ("x",),
@@ -439,5 +440,5 @@ define_fused(
     lower=lambda n, x: Call(torch.mean, x, list(range(2, rank_of(n.x))), True),
     axes=lambda n: f"n c {spatial_axes('d', n.x)} -> n c {' '.join(['1'] * (rank_of(n.x) - 2))}",
     flops=lambda n: numel(n.x),
-    layout=Layout(frozenset({"x", "y"})),
 )
+IMAGES.register(GLOBAL_AVERAGE_POOL, Images(frozenset({"x", "y"})))

@@ -29,11 +29,11 @@ from onnxtrain.ops.definition import (
     Gradient,
     InPlaceCapableCall,
     Kernel,
-    Layout,
     NodeView,
     OpDef,
     numel,
 )
+from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.random.keyed_dropout import node_keep_scale
@@ -182,6 +182,6 @@ RELU_DROPOUT_GRAD = define(
         aliases={},
         flops=lambda n: sizes.multiply(2, numel(n.y)),
         host_eval=None,
-        layout=Layout(frozenset({"dy", "y", "dx"})),
     )
 )
+IMAGES.register(RELU_DROPOUT_GRAD, Images(frozenset({"dy", "y", "dx"})))

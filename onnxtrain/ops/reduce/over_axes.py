@@ -13,7 +13,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, constant_of, dtype_of, is_float, normalize_axes, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import FUSIBLE, always, never
+from onnxtrain.ops.constructors import always, never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -29,6 +29,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.registry import define
 
 Dims = int | Sequence[int] | None
@@ -129,7 +130,7 @@ def define_reduction(
 ) -> OpDef:
     """Define y = f(x) over the axes that the constant `axes` lists. `gradient` is (op, n, dy) -> dx."""
     rule = gradient
-    return define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -151,9 +152,10 @@ def define_reduction(
             aliases={},
             flops=lambda n: numel(n.x),
             host_eval=None,
-            fusion=FUSIBLE,
         )
     )
+    FUSIBLE.add(op)
+    return op
 
 
 def _one_per_input(n: NodeView, dx: Any) -> tuple[ir.Value | None, ...]:

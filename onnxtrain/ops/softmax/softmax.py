@@ -20,7 +20,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import FUSIBLE, always, same_as
+from onnxtrain.ops.constructors import always, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -34,6 +34,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
 
@@ -74,7 +75,7 @@ def _define_softmax(
     kernels: tuple[Kernel, ...],
     gradient: Callable[[Builder, NodeView, ir.Value], Any],
 ) -> OpDef:
-    return define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -94,9 +95,10 @@ def _define_softmax(
             aliases={},
             flops=_flops,
             host_eval=None,
-            fusion=FUSIBLE,
         )
     )
+    FUSIBLE.add(op)
+    return op
 
 
 def _flops(n: NodeView) -> Size:
@@ -176,7 +178,7 @@ def _gradient_type(n: NodeView) -> Sequence[TensorType]:
 
 
 def _define_gradient(name: str, kernel: Callable[..., Any], body: Callable[[Builder, NodeView], ir.Value]) -> OpDef:
-    return define(
+    op = define(
         OpDef(
             domain=MICROSOFT,
             name=name,
@@ -196,9 +198,10 @@ def _define_gradient(name: str, kernel: Callable[..., Any], body: Callable[[Buil
             aliases={},
             flops=_flops,
             host_eval=None,
-            fusion=FUSIBLE,
         )
     )
+    FUSIBLE.add(op)
+    return op
 
 
 def _softmax_grad_body(op: Builder, n: NodeView) -> ir.Value:
