@@ -4,7 +4,7 @@
     from onnxruntime.training.ortmodule import ORTModule
 
 Without changing the script: `python -m onnxtrain run script.py ...`. `import onnxruntime` still imports the stock
-package. The modules of `onnxruntime.training` are in the folder `training/`, under their original names.
+package. `names.py` lists the modules of `onnxruntime.training`.
 """
 
 from onnxtrain.dropin.finder import install

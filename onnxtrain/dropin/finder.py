@@ -1,16 +1,22 @@
-"""Import `onnxruntime.training` and its submodules from the folder `training` next to this file."""
+"""Import `onnxruntime.training` and its submodules, as `names.py` lists them."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from collections.abc import Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from onnxtrain.dropin.names import FILES, MODULES
 
 NAME = "onnxruntime.training"
-_FOLDER = Path(__file__).parent / "training"
+_PACKAGE = Path(__file__).parents[1]
+_NAMES = {"", *MODULES, *FILES}
+_PACKAGES = {name[:dot] for name in _NAMES for dot in range(len(name)) if name[dot] == "."} | {""}
 
 
 class _Finder:
@@ -20,13 +26,45 @@ class _Finder:
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != NAME and not name.startswith(f"{NAME}."):
             return None
-        path_of_module = _FOLDER.joinpath(*name.split(".")[2:])
-        if (path_of_module / "__init__.py").exists():
-            return importlib.util.spec_from_file_location(
-                name, path_of_module / "__init__.py", submodule_search_locations=[str(path_of_module)]
-            )
-        file = path_of_module.with_suffix(".py")
-        return importlib.util.spec_from_file_location(name, file) if file.exists() else None
+        relative = name[len(NAME) + 1 :]
+        if relative in FILES:
+            locations: list[str] | None = [] if relative in _PACKAGES else None
+            file = _PACKAGE / FILES[relative]
+            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=locations)
+        if relative in _NAMES | _PACKAGES:
+            return ModuleSpec(name, _Loader(), is_package=relative in _PACKAGES)
+        return None
+
+
+class _Loader(Loader):
+    """Loads a module whose names are imported on first use: `onnxruntime.training.api` needs no torch."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        relative = module.__name__[len(NAME) + 1 :]
+        sources, prefix = _sources(relative), f"{relative}." if relative else ""
+        submodules = {name[len(prefix) :].partition(".")[0] for name in _NAMES if name.startswith(prefix) and name}
+
+        def get(name: str) -> Any:
+            if name in sources:
+                source, original = sources[name]
+                return getattr(importlib.import_module(source), original)
+            if name in submodules:
+                return importlib.import_module(f"{module.__name__}.{name}")
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+        module.__doc__ = f"`{module.__name__}`, by onnxtrain."
+        names = [*sources, *sorted(name for name in submodules if not name.startswith("_"))]
+        vars(module).update(__getattr__=get, __all__=names, __dir__=lambda: [*vars(module), *names])
+
+
+def _sources(relative: str) -> dict[str, tuple[str, str]]:
+    """For each name of a module, the module of onnxtrain that defines it, and its name there."""
+    sources = {}
+    for source, names in MODULES.get(relative, {}).items():
+        for entry in importlib.import_module(source).__all__ if names == "*" else names.split():
+            name, _, original = entry.partition("=")
+            sources[name] = source, original or name
+    return sources
 
 
 def install() -> None:

@@ -34,7 +34,7 @@ _DEFAULTS = {
     "ONNX_OPSET_VERSION": "onnx_opset",
     "ORTMODULE_ONNX_OPSET_VERSION": "onnx_opset",
 }
-ORTMODULE_TORCH_CPP_DIR = str(Path(__file__).parent / "training" / "ortmodule" / "torch_cpp_extensions")
+ORTMODULE_TORCH_CPP_DIR = str(Path(__file__).parent)
 
 
 class Settings(types.ModuleType):

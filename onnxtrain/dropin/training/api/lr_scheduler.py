@@ -1,5 +1,0 @@
-"""`onnxruntime.training.api.lr_scheduler`."""
-
-from onnxtrain.api import LinearLRScheduler
-
-__all__ = ["LinearLRScheduler"]

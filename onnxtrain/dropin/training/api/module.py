@@ -1,5 +1,0 @@
-"""`onnxruntime.training.api.module`."""
-
-from onnxtrain.api import Module
-
-__all__ = ["Module"]

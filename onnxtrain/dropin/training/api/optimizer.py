@@ -1,5 +1,0 @@
-"""`onnxruntime.training.api.optimizer`."""
-
-from onnxtrain.api import Optimizer
-
-__all__ = ["Optimizer"]

@@ -1,3 +1,0 @@
-"""`onnxruntime.training.onnxblock.optim`."""
-
-from onnxtrain.onnxblock.optim import *  # noqa: F403  all its blocks

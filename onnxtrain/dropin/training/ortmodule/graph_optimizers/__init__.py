@@ -1,1 +1,0 @@
-"""`onnxruntime.training.ortmodule.graph_optimizers`: its optimizers are passes of onnxtrain."""

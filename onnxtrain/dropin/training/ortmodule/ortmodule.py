@@ -1,5 +1,0 @@
-"""`onnxruntime.training.ortmodule.ortmodule`."""
-
-from onnxtrain import ORTModule
-
-__all__ = ["ORTModule"]

@@ -1,1 +1,0 @@
-"""`onnxruntime.training.ortmodule.torch_cpp_extensions`: onnxtrain has none."""

@@ -1,1 +1,0 @@
-"""`onnxruntime.training.torchdynamo`."""
