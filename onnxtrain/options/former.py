@@ -50,6 +50,18 @@ class FormerOption:
     variables: tuple[OldName, ...] = ()
 
 
+def _former(
+    name: str,
+    kind: Kind[Any],
+    advice: str,
+    apply: Callable[[Values, Mapping[str, Any]], None],
+    *variables: str | OldName,
+) -> FormerOption:
+    return FormerOption(
+        name, kind, advice, apply, tuple(v if isinstance(v, OldName) else OldName(v) for v in variables)
+    )
+
+
 def _kernels(values: Values, former: Mapping[str, Any]) -> None:
     if not former.get("native", values["kernels"] != "pytorch"):
         values["kernels"] = "pytorch"
@@ -71,34 +83,34 @@ def _recompute(values: Values, former: Mapping[str, Any]) -> None:
         values["recompute"] = "cheap"
 
 
-def _switch(former_name: str, *passes: str) -> Callable[[Values, Mapping[str, Any]], None]:
-    """An option that enables passes: False disables them."""
+def _enable(values: Values, is_enabled: bool, *passes: str) -> None:
+    others = [name for name in values["disabled_passes"] or () if name not in passes]
+    values["disabled_passes"] = tuple(others if is_enabled else (*others, *passes)) or None
+
+
+def _enabling(name: str, disabled_pass: str, *variables: str) -> FormerOption:
+    """An option that enabled a pass."""
 
     def apply(values: Values, former: Mapping[str, Any]) -> None:
-        disabled = dict.fromkeys(values["disabled_passes"] or ())
-        for name in passes:
-            disabled.pop(name, None)
-        if not former[former_name]:
-            disabled.update(dict.fromkeys(passes))
-        values["disabled_passes"] = tuple(disabled) or None
+        _enable(values, former[name], disabled_pass)
 
-    return apply
+    return _former(name, BOOL, f"use disabled_passes={disabled_pass!r}", apply, *variables)
 
 
 def _compute_optimizer(values: Values, former: Mapping[str, Any]) -> None:
-    _switch("compute_optimizer", "skip_ignored_labels", "hoist_gathers", "chunk_losses")(values, former)
+    _enable(values, former["compute_optimizer"], "skip_ignored_labels", "hoist_gathers", "chunk_losses")
     if not former["compute_optimizer"]:
         values["skip_padding"] = "never"
 
 
-def _member(former_name: str, option: str, member: str) -> Callable[[Values, Mapping[str, Any]], None]:
+def _member(name: str, option: str, member: str, *variables: str) -> FormerOption:
     """An option that became a name in the value of another."""
 
     def apply(values: Values, former: Mapping[str, Any]) -> None:
-        others = tuple(name for name in values[option] if name != member)
-        values[option] = (*others, member) if former[former_name] else others
+        others = tuple(other for other in values[option] if other != member)
+        values[option] = (*others, member) if former[name] else others
 
-    return apply
+    return _former(name, BOOL, f"use {option}={member!r}", apply, *variables)
 
 
 def _save_graphs(values: Values, former: Mapping[str, Any]) -> None:
@@ -131,154 +143,64 @@ def _ignored(values: Values, former: Mapping[str, Any]) -> None:
 
 
 _SEARCH = one_of_or("HEURISTIC", "EXHAUSTIVE")
+_FOLDER = "use save_graphs='FOLDER/PREFIX'"
+_PASSES = "use disabled_passes='skip_ignored_labels,hoist_gathers,chunk_losses' and skip_padding='never'"
+_SPARSITY = ("ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER", "ORTMODULE_ENABLE_LABEL_SPARSITY_OPT")
+_DENSITY = ("ORTMODULE_PRINT_INPUT_DENSITY", "ORTMODULE_ENABLE_INPUT_DENSITY_INSPECTOR")
+_SUBGRAPHS = ("ORTMODULE_MEMORY_OPT_CONFIG", "ORTMODULE_ENABLE_MEMORY_ALLEVIATION")
+_USE_TRITON = OldName("ORTMODULE_USE_TRITON", on_or_off)
+_DEBUG_TRITON = OldName("ORTMODULE_TRITON_DEBUG", triton_folder)
+_LEVELS = "use recompute='layers' for 1, recompute='all' for 2"
+_FUSED = "use kernels='fused' or kernels='fused-all'"
+_PROBE = "it has no effect: subgraphs with matmuls are always found"
+_CACHE_LIMIT = "it has no effect: set the environment variable ONNXTRAIN_CACHE_LIMIT_MB"
+_ROWS = (
+    _former("native", BOOL, "use kernels='pytorch'", _kernels, "ONNXTRAIN_NATIVE"),
+    _former("regions", one_of("auto", "on", "off"), _FUSED, _kernels, _USE_TRITON, "ONNXTRAIN_REGIONS"),
+    _member("reuse_memory", "process_wide", "reuse_memory", "ONNXTRAIN_REUSE_MEMORY"),
+    _member("pause_collector", "process_wide", "pause_collector", "ONNXTRAIN_PAUSE_COLLECTOR"),
+    _former("recompute_cheap", BOOL, "use recompute='none'", _recompute, "ONNXTRAIN_RECOMPUTE_CHEAP"),
+    _former("memory_opt_level", MEMORY_OPT_LEVEL, _LEVELS, _recompute, "ORTMODULE_MEMORY_OPT_LEVEL"),
+    _former("memory_opt_config", MEMORY_OPT_CONFIG, "use recompute= with the same entries", _recompute, *_SUBGRAPHS),
+    _former(
+        "memory_opt_probe_recompute_level",
+        one_of("0", "1"),
+        _PROBE,
+        _ignored,
+        "ORTMODULE_MEMORY_OPT_PROBE_RECOMPUTE_LEVEL",
+    ),
+    _former("compute_optimizer", BOOL, _PASSES, _compute_optimizer, "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER"),
+    _enabling("label_sparsity", "skip_ignored_labels", *_SPARSITY),
+    _enabling("chunked_loss", "chunk_losses", "ONNXTRAIN_CHUNKED_LOSS"),
+    _member("print_input_density", "statistics", "input_density", *_DENSITY),
+    _member("print_memory_stats", "statistics", "memory", "ORTMODULE_PRINT_MEMORY_STATS"),
+    _member("count_work", "statistics", "work", "ONNXTRAIN_COUNT_WORK"),
+    _former("save_onnx", BOOL, _FOLDER, _save_graphs),
+    _former("onnx_prefix", TEXT, _FOLDER, _save_graphs),
+    _former("save_path", PATH, _FOLDER, _save_graphs, "ORTMODULE_SAVE_ONNX_PATH"),
+    _former("dump_dir", optional(PATH), _FOLDER, _save_graphs, "ONNXTRAIN_DUMP"),
+    _former("regions_dump", optional(PATH), _FOLDER, _save_graphs, _DEBUG_TRITON, "ONNXTRAIN_REGIONS_DUMP"),
+    _former("enable_tuning", BOOL, "use tuning=", _tuning, "ORTMODULE_ENABLE_TUNING"),
+    _former(
+        "max_tuning_duration_ms",
+        COUNT,
+        "use tuning= with the number of milliseconds",
+        _tuning,
+        "ORTMODULE_MAX_TUNING_DURATION_MS",
+    ),
+    _former("conv_algo_search", _SEARCH, "use tuning='exhaustive'", _tuning, "ORTMODULE_CONV_ALGO_SEARCH"),
+    _former(
+        "tuning_results_path",
+        optional(PATH),
+        "use cache_dir=, the folder of captures too",
+        _tuning_results,
+        "ORTMODULE_TUNING_RESULTS_PATH",
+    ),
+    _former("cache_limit_mb", COUNT, _CACHE_LIMIT, _ignored),
+    _former("verify", BOOL, "it has no effect: the graph is checked after every stage", _ignored, "ONNXTRAIN_VERIFY"),
+)
 
-FORMER: Mapping[str, FormerOption] = {
-    option.name: option
-    for option in (
-        FormerOption("native", BOOL, "use kernels='pytorch'", _kernels, (OldName("ONNXTRAIN_NATIVE"),)),
-        FormerOption(
-            "regions",
-            one_of("auto", "on", "off"),
-            "use kernels='fused' or kernels='fused-all'",
-            _kernels,
-            (OldName("ORTMODULE_USE_TRITON", on_or_off), OldName("ONNXTRAIN_REGIONS")),
-        ),
-        FormerOption(
-            "reuse_memory",
-            BOOL,
-            "use process_wide='reuse_memory'",
-            _member("reuse_memory", "process_wide", "reuse_memory"),
-            (OldName("ONNXTRAIN_REUSE_MEMORY"),),
-        ),
-        FormerOption(
-            "pause_collector",
-            BOOL,
-            "use process_wide='pause_collector'",
-            _member("pause_collector", "process_wide", "pause_collector"),
-            (OldName("ONNXTRAIN_PAUSE_COLLECTOR"),),
-        ),
-        FormerOption(
-            "recompute_cheap", BOOL, "use recompute='none'", _recompute, (OldName("ONNXTRAIN_RECOMPUTE_CHEAP"),)
-        ),
-        FormerOption(
-            "memory_opt_level",
-            MEMORY_OPT_LEVEL,
-            "use recompute='layers' for 1, recompute='all' for 2",
-            _recompute,
-            (OldName("ORTMODULE_MEMORY_OPT_LEVEL"),),
-        ),
-        FormerOption(
-            "memory_opt_config",
-            MEMORY_OPT_CONFIG,
-            "use recompute= with the same entries",
-            _recompute,
-            (OldName("ORTMODULE_MEMORY_OPT_CONFIG"), OldName("ORTMODULE_ENABLE_MEMORY_ALLEVIATION")),
-        ),
-        FormerOption(
-            "memory_opt_probe_recompute_level",
-            one_of("0", "1"),
-            "it has no effect: subgraphs with matmuls are always found",
-            _ignored,
-            (OldName("ORTMODULE_MEMORY_OPT_PROBE_RECOMPUTE_LEVEL"),),
-        ),
-        FormerOption(
-            "compute_optimizer",
-            BOOL,
-            "use disabled_passes='skip_ignored_labels,hoist_gathers,chunk_losses' and skip_padding='never'",
-            _compute_optimizer,
-            (OldName("ORTMODULE_ENABLE_COMPUTE_OPTIMIZER"),),
-        ),
-        FormerOption(
-            "label_sparsity",
-            BOOL,
-            "use disabled_passes='skip_ignored_labels'",
-            _switch("label_sparsity", "skip_ignored_labels"),
-            (OldName("ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER"), OldName("ORTMODULE_ENABLE_LABEL_SPARSITY_OPT")),
-        ),
-        FormerOption(
-            "chunked_loss",
-            BOOL,
-            "use disabled_passes='chunk_losses'",
-            _switch("chunked_loss", "chunk_losses"),
-            (OldName("ONNXTRAIN_CHUNKED_LOSS"),),
-        ),
-        FormerOption(
-            "print_input_density",
-            BOOL,
-            "use statistics='input_density'",
-            _member("print_input_density", "statistics", "input_density"),
-            (OldName("ORTMODULE_PRINT_INPUT_DENSITY"), OldName("ORTMODULE_ENABLE_INPUT_DENSITY_INSPECTOR")),
-        ),
-        FormerOption(
-            "print_memory_stats",
-            BOOL,
-            "use statistics='memory'",
-            _member("print_memory_stats", "statistics", "memory"),
-            (OldName("ORTMODULE_PRINT_MEMORY_STATS"),),
-        ),
-        FormerOption(
-            "count_work",
-            BOOL,
-            "use statistics='work'",
-            _member("count_work", "statistics", "work"),
-            (OldName("ONNXTRAIN_COUNT_WORK"),),
-        ),
-        FormerOption("save_onnx", BOOL, "use save_graphs='FOLDER/PREFIX'", _save_graphs),
-        FormerOption("onnx_prefix", TEXT, "use save_graphs='FOLDER/PREFIX'", _save_graphs),
-        FormerOption(
-            "save_path",
-            PATH,
-            "use save_graphs='FOLDER/PREFIX'",
-            _save_graphs,
-            (OldName("ORTMODULE_SAVE_ONNX_PATH"),),
-        ),
-        FormerOption(
-            "dump_dir",
-            optional(PATH),
-            "use save_graphs='FOLDER/PREFIX'",
-            _save_graphs,
-            (OldName("ONNXTRAIN_DUMP"),),
-        ),
-        FormerOption(
-            "regions_dump",
-            optional(PATH),
-            "use save_graphs='FOLDER/PREFIX'",
-            _save_graphs,
-            (OldName("ORTMODULE_TRITON_DEBUG", triton_folder), OldName("ONNXTRAIN_REGIONS_DUMP")),
-        ),
-        FormerOption("enable_tuning", BOOL, "use tuning=", _tuning, (OldName("ORTMODULE_ENABLE_TUNING"),)),
-        FormerOption(
-            "max_tuning_duration_ms",
-            COUNT,
-            "use tuning= with the number of milliseconds",
-            _tuning,
-            (OldName("ORTMODULE_MAX_TUNING_DURATION_MS"),),
-        ),
-        FormerOption(
-            "conv_algo_search", _SEARCH, "use tuning='exhaustive'", _tuning, (OldName("ORTMODULE_CONV_ALGO_SEARCH"),)
-        ),
-        FormerOption(
-            "tuning_results_path",
-            optional(PATH),
-            "use cache_dir=, the folder of captures too",
-            _tuning_results,
-            (OldName("ORTMODULE_TUNING_RESULTS_PATH"),),
-        ),
-        FormerOption(
-            "cache_limit_mb",
-            COUNT,
-            "it has no effect: set the environment variable ONNXTRAIN_CACHE_LIMIT_MB",
-            _ignored,
-        ),
-        FormerOption(
-            "verify",
-            BOOL,
-            "it has no effect: the graph is checked after every stage",
-            _ignored,
-            (OldName("ONNXTRAIN_VERIFY"),),
-        ),
-    )
-}
+FORMER: Mapping[str, FormerOption] = {option.name: option for option in _ROWS}
 
 
 def warn_former(subject: str, option: FormerOption) -> None:
