@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import onnx_ir as ir
 
+from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
@@ -38,6 +39,7 @@ from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.registry import define
 from onnxtrain.system.machine import Machine
 
+ShapeRule = Callable[[NodeView], Sequence[TensorType]]
 _NO_NAMES: frozenset[str] = frozenset()
 
 
@@ -49,9 +51,26 @@ def never(node: NodeView) -> bool:
     return False
 
 
-def same_as(name: str) -> Callable[[NodeView], Sequence[TensorType]]:
+def same_as(name: str) -> ShapeRule:
     """Return a shape rule: one output with the type of input `name`."""
     return lambda n: (type_of(getattr(n, name)),)
+
+
+def with_addend(name: str, shapes: ShapeRule) -> ShapeRule:
+    """Return the shape rule of an op that adds its optional input `name` to its first output, which has that type."""
+
+    def checked(n: NodeView) -> Sequence[TensorType]:
+        types, addend = shapes(n), getattr(n, name)
+        if addend is not None and type_of(addend) != types[0]:
+            raise GraphError(
+                f"{n.definition.name}: {name} must have the type of the output it is added to",
+                expected=str(types[0]),
+                got=str(type_of(addend)),
+                todo=f"cast or expand {name}, or add it by an Add after the node",
+            )
+        return types
+
+    return checked
 
 
 def elementwise_flops(node: NodeView) -> sizes.Size:
@@ -129,7 +148,7 @@ def define_binary(
     domain: str = ONNX,
     since_version: int = 1,
     body: Any = STANDARD,
-    shapes: Callable[[NodeView], Sequence[TensorType]] = _broadcast_type,
+    shapes: ShapeRule = _broadcast_type,
     nondiff_inputs: frozenset[str] = _NO_NAMES,
     host_eval: Callable[..., Any] | None = None,
     attributes: Mapping[str, Any] | None = None,
@@ -201,9 +220,6 @@ class OptionalFields(TypedDict, total=False):
 
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int]
     static_shape_inputs: frozenset[str]
-    output_addend: str
-    input_addend: str
-    fusable_activations: frozenset[str]
 
 
 def no_seconds(node: NodeView, shapes: Shapes, machine: Machine) -> float:
@@ -216,7 +232,7 @@ def define_fused(
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
     *,
-    shapes: Callable[[NodeView], Sequence[TensorType]],
+    shapes: ShapeRule,
     body: Body | Literal[Standard.STANDARD],
     lower: Callable[..., Call],
     axes: Callable[[NodeView], str],
@@ -307,7 +323,7 @@ def define_by_body(
     attributes: Mapping[str, Any] | None = None,
     since_version: int = 1,
     from_torch: Mapping[str, FromTorch] | None = None,
-    shapes: Callable[[NodeView], Sequence[TensorType]] | None = None,
+    shapes: ShapeRule | None = None,
     axes: Callable[[NodeView], str] = broadcast_axes,
     nondiff_inputs: frozenset[str] = frozenset(),
     flops: Callable[[NodeView], Size] = elementwise_flops,

@@ -21,7 +21,7 @@ from onnxtrain.graph import axes as axis_maps
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import TensorType, type_of
+from onnxtrain.graph.values import TensorType
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.system.machine import Machine
 
@@ -335,12 +335,6 @@ class OpDef:
         preserves_elements: whether its output has the elements of its first input in the same order; shape and element
             type may differ.
         moved_inputs: inputs whose elements its outputs hold unchanged, each at most once.
-        output_addend: the name of an optional input that has the type of the first output and is added to that output
-            and no other; "": there is none.
-        input_addend: the name of an optional input that has the type of the first input and is added to it before
-            anything else is computed; "": there is none.
-        fusable_activations: the ops that it may apply to its first output, after adding `output_addend`: its attribute
-            `activation` names one of them, or is "".
         scalar_factor: from the node, see ScalarFactor; None if no scalar factor can move through the op.
         cpp_expression: for an elementwise op, its C++ on elements `{0}`, `{1}`, which propagates NaN as PyTorch does;
             "": none. Small programs are compiled from these expressions into one call.
@@ -374,9 +368,6 @@ class OpDef:
     static_shape_inputs: frozenset[str] = frozenset()
     preserves_elements: bool = False
     moved_inputs: frozenset[str] = frozenset()
-    output_addend: str = ""
-    input_addend: str = ""
-    fusable_activations: frozenset[str] = frozenset()
     scalar_factor: Callable[[NodeView], ScalarFactor | None] | None = None
     cpp_expression: str = ""
 
@@ -393,16 +384,7 @@ class OpDef:
         return NodeView(node, self, None if wanted is None else frozenset(wanted))
 
     def output_types(self, node: ir.Node) -> Sequence[TensorType]:
-        types = self.shapes(self.view(node))
-        addend = getattr(self.view(node), self.output_addend) if self.output_addend else None
-        if addend is not None and type_of(addend) != types[0]:
-            raise GraphError(
-                f"{self.name}: {self.output_addend} must have the type of the output it is added to",
-                expected=str(types[0]),
-                got=str(type_of(addend)),
-                todo=f"cast or expand {self.output_addend}, or add it by an Add after the node",
-            )
-        return types
+        return self.shapes(self.view(node))
 
     def output_count(self, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
         return self.count_outputs(inputs, attributes) if self.count_outputs else len(self.outputs)

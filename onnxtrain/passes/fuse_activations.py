@@ -3,15 +3,15 @@
     before   y = BatchNormInternal(x, …, residual);  z = Relu(y)
     after    z = BatchNormInternal(x, …, residual, activation="Relu")
 
-`activates` in an op's definition lists the activations that it can apply. Refused if the op's result has other users.
+`FUSED_ACTIVATIONS` has the ops that can apply an activation. Refused if the op's result has other users.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxtrain.graph.values import ONNX
 from onnxtrain.ops import definition_of, view
+from onnxtrain.ops.interfaces.fused_activations import FUSED_ACTIVATIONS
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import only_user, same_checkpoint, substitute
 
@@ -20,7 +20,7 @@ def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
     """Fuse the activations of `graph` into the nodes before them."""
     done: dict[str, int] = {}
     for node in list(graph):
-        y = node.inputs[0] if node.domain == ONNX and len(node.inputs) == 1 else None
+        y = node.inputs[0] if len(node.inputs) == 1 else None
         source = None if y is None else y.producer()
         if y is None or source is None or not _activates(source, y, node) or not same_checkpoint(source, node):
             continue
@@ -35,7 +35,6 @@ def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
 
 def _activates(source: ir.Node, y: ir.Value, node: ir.Node) -> bool:
     """Return whether `source` could apply the activation `node` to its output y, and applies none yet."""
-    definition = definition_of(source)
-    if node.op_type not in definition.fusable_activations or y.index() != 0:
+    if definition_of(node) not in (FUSED_ACTIVATIONS.of(source) or ()) or y.index() != 0:
         return False
     return not (view(source).activation or node.attributes)

@@ -9,7 +9,7 @@
     before   dy = Add(one, other);  dx, … = BatchNormalizationGrad(dy, x, …)
     after    dx, … = BatchNormalizationGrad(one, x, …, other)
 
-`output_addend` and `input_addend` in an op's definition say which ops can add to their output or to their first input.
+`OUTPUT_ADDENDS` and `INPUT_ADDENDS` have the ops that can add to their output or to their first input.
 Refused if the op's result has other users, or if the other summand is computed later: the op's inputs would stay alive
 until then.
 """
@@ -22,6 +22,10 @@ import onnx_ir as ir
 
 from onnxtrain.graph.values import type_of
 from onnxtrain.ops import definition_of, view
+from onnxtrain.ops.elementwise.arithmetic import ADD
+from onnxtrain.ops.interfaces import OpInterface
+from onnxtrain.ops.interfaces.addends import INPUT_ADDENDS, OUTPUT_ADDENDS
+from onnxtrain.ops.interfaces.fused_activations import FUSED_ACTIVATIONS
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.rewriting import only_user, same_checkpoint, substitute
 
@@ -46,10 +50,7 @@ def _fuse_into_producers(graph: ir.Graph, sums: Iterable[ir.Node], changes: Chan
         if found is None:
             continue
         producer, other = found
-        definition = definition_of(producer)
-        index = definition.slots[definition.output_addend].position
-        producer.resize_inputs(max(len(producer.inputs), index + 1))
-        producer.replace_input_with(index, other)
+        _set_input(producer, OUTPUT_ADDENDS, other)
         substitute(graph, node.outputs[0], producer.outputs[0], [node])
         done[producer.op_type] = done.get(producer.op_type, 0) + 1
     changes.applied += [f"fused an addition into {count} {name}" for name, count in done.items()]
@@ -58,7 +59,7 @@ def _fuse_into_producers(graph: ir.Graph, sums: Iterable[ir.Node], changes: Chan
 def _fuse_into_users(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes) -> None:
     done: dict[str, int] = {}
     for node in sums:
-        if node.op_type != "Add":
+        if definition_of(node) is not ADD:
             continue
         y = node.outputs[0]
         user = only_user(y)
@@ -67,11 +68,8 @@ def _fuse_into_users(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes)
         one, other = node.inputs
         if one is None or other is None or not type_of(one) == type_of(other) == type_of(y):
             continue
-        definition = definition_of(user)
-        index = definition.slots[definition.input_addend].position
-        user.resize_inputs(max(len(user.inputs), index + 1))
         user.replace_input_with(0, one)
-        user.replace_input_with(index, other)
+        _set_input(user, INPUT_ADDENDS, other)
         graph.remove(node, safe=True)
         done[user.op_type] = done.get(user.op_type, 0) + 1
     changes.applied += [f"fused the addition before {count} {name}" for name, count in done.items()]
@@ -79,17 +77,17 @@ def _fuse_into_users(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes)
 
 def _can_add_to_input(node: ir.Node, y: ir.Value) -> bool:
     """Return whether a user of y could read two summands of y instead, and does not yet."""
-    definition = definition_of(node)
-    if not definition.input_addend or [i for i, v in enumerate(node.inputs) if v is y] != [0]:
+    addend = INPUT_ADDENDS.of(node)
+    if addend is None or [i for i, v in enumerate(node.inputs) if v is y] != [0]:
         return False
-    return getattr(view(node), definition.input_addend) is None
+    return getattr(view(node), addend) is None
 
 
 def _summand_producer(
     node: ir.Node, position: Mapping[ir.Node, int], changes: Changes
 ) -> tuple[ir.Node, ir.Value] | None:
     """Return the producer of one summand that can add the other to its output, and that other summand; else None."""
-    if node.op_type != "Add":
+    if definition_of(node) is not ADD:
         return None
     first, second = node.inputs
     for y, other in ((second, first), (first, second)):
@@ -109,7 +107,15 @@ def _summand_producer(
 
 def _can_add_to_output(node: ir.Node, y: ir.Value) -> bool:
     """Return whether a node could add a tensor to its output y: it adds none yet and applies no activation."""
-    definition, n = definition_of(node), view(node)
-    if not definition.output_addend or y.index() != 0 or (definition.fusable_activations and n.activation):
+    addend, n = OUTPUT_ADDENDS.of(node), view(node)
+    if addend is None or y.index() != 0 or (FUSED_ACTIVATIONS.of(node) and n.activation):
         return False
-    return getattr(n, definition.output_addend) is None
+    return getattr(n, addend) is None
+
+
+def _set_input(node: ir.Node, addends: OpInterface[str], value: ir.Value) -> None:
+    name = addends.of(node)
+    assert name is not None
+    index = definition_of(node).slots[name].position
+    node.resize_inputs(max(len(node.inputs), index + 1))
+    node.replace_input_with(index, value)

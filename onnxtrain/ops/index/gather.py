@@ -21,6 +21,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast, reshaped
+from onnxtrain.ops.constructors import with_addend
 from onnxtrain.ops.definition import Call, InPlaceCapableCall, Kernel, Method, NodeView, numel
 from onnxtrain.ops.index.negative_indices import (
     is_non_negative,
@@ -28,6 +29,7 @@ from onnxtrain.ops.index.negative_indices import (
     wrap_negative,
     wrap_negative_in_axis,
 )
+from onnxtrain.ops.interfaces.addends import OUTPUT_ADDENDS
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.symbolic_ints import known_ints, required_ints
@@ -299,7 +301,7 @@ def _gather_grad_axes(n: NodeView) -> str:
 GATHER_GRAD = define_movement(
     "GatherGrad",
     ("shape", "rows", "dy", "added?"),
-    _gather_grad_types,
+    with_addend("added", _gather_grad_types),
     _GATHER_GRAD_KERNELS,
     None,
     domain=MICROSOFT,
@@ -308,8 +310,8 @@ GATHER_GRAD = define_movement(
     body=_gather_grad_body,
     axes=_gather_grad_axes,
     nondiff_inputs=frozenset({"shape", "rows"}),
-    output_addend="added",
 )
+OUTPUT_ADDENDS.register(GATHER_GRAD, "added")
 
 
 # Embedding(weight[v, h], rows) -> y[.., h]: a Gather whose gradient is 0 for the row `padding_idx`, or divided by the
@@ -369,7 +371,7 @@ def _embedding_grad_axes(n: NodeView) -> str:
 EMBEDDING_GRAD = define_movement(
     "EmbeddingGrad",
     ("shape", "rows", "dy", "added?"),
-    _gather_grad_types,
+    with_addend("added", _gather_grad_types),
     (
         Kernel(
             lower=_lower_row_sums,
@@ -387,5 +389,5 @@ EMBEDDING_GRAD = define_movement(
     body=_embedding_grad_body,
     axes=_embedding_grad_axes,
     nondiff_inputs=frozenset({"shape", "rows"}),
-    output_addend="added",
 )
+OUTPUT_ADDENDS.register(EMBEDDING_GRAD, "added")

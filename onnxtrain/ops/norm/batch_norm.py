@@ -28,11 +28,14 @@ from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
+from onnxtrain.ops.activation.rectified import RELU
 from onnxtrain.ops.body_parts import add_scalar, cast, count_over, mean_over, mul_scalar, reshaped, sum_over
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_fused, with_addend
 from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
+from onnxtrain.ops.interfaces.addends import INPUT_ADDENDS, OUTPUT_ADDENDS
+from onnxtrain.ops.interfaces.fused_activations import FUSED_ACTIVATIONS
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.norm.batch_norm_channels_last import (
@@ -291,7 +294,7 @@ BATCH_NORM_INTERNAL = define_fused(
         "aten._native_batch_norm_legit.no_stats": _capture_no_stats,
         "aten.instance_norm.default": _capture_instance_norm,
     },
-    shapes=_batch_norm_types,
+    shapes=with_addend("residual", _batch_norm_types),
     body=_batch_norm_body,
     gradient=(Gradient(_batch_norm_gradient, reads=("x", "scale", "saved_mean", "saved_inv_std", "y")),),
     nondiff_inputs=frozenset({"input_mean", "input_var"}),
@@ -299,10 +302,10 @@ BATCH_NORM_INTERNAL = define_fused(
     lower=_lower_batch_norm(compiled=False),
     axes=_channel_axes("X C C C C X -> X C C C C"),
     flops=lambda n: sizes.multiply(8, numel(n.x)),
-    output_addend="residual",
-    fusable_activations=frozenset({"Relu"}),
 )
 IMAGES.register(BATCH_NORM_INTERNAL, Images(frozenset({"x", "y", "residual"})))
+OUTPUT_ADDENDS.register(BATCH_NORM_INTERNAL, "residual")
+FUSED_ACTIVATIONS.register(BATCH_NORM_INTERNAL, (RELU,))
 
 
 # BatchNormalizationGrad(dy, x, scale, mean, inv_std, y, added) -> dx, dscale, db, dresidual
@@ -352,7 +355,6 @@ def _define_grad(
     *,
     batch: bool,
     flops: int,
-    input_addend: str = "",
 ) -> OpDef:
     """Define a backward op that reads the statistics of the batch if `batch`, else the running statistics."""
 
@@ -376,7 +378,6 @@ def _define_grad(
         lower=lower(compiled=False),
         axes=_channel_axes(" -> ".join(sides)),
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
-        input_addend=input_addend,
     )
     IMAGES.register(op, Images(frozenset(op.slots.keys() & image_axes.keys())))
     return op
@@ -390,8 +391,8 @@ BATCH_NORM_GRAD = _define_grad(
     _batch_norm_grad_body,
     batch=True,
     flops=12,
-    input_addend="added",
 )
+INPUT_ADDENDS.register(BATCH_NORM_GRAD, "added")
 
 
 # BatchNormalization with the running statistics, which are not differentiable

@@ -30,10 +30,11 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.body_parts import add_scalar, cast, mean_over, sum_over
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_fused, with_addend
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES, accumulation_dtype
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
+from onnxtrain.ops.interfaces.addends import OUTPUT_ADDENDS
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE, GAINS_FROM_FUSION
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.norm import rms_norm_kernels
@@ -370,7 +371,7 @@ RMS_NORM_GRAD = define_fused(
     ("dy", "x", "scale?", "inv_std", "added?"),
     ("dx", "dscale"),
     attributes={"axis": -1, "output_mask": (1, 1)},
-    shapes=_rms_norm_grad_types,
+    shapes=with_addend("added", _rms_norm_grad_types),
     body=_rms_norm_grad_body,
     kernels=(
         Kernel(
@@ -393,8 +394,8 @@ RMS_NORM_GRAD = define_fused(
     workspace_bytes=lambda n: _wide_bytes(n, 3),
     axes=_norm_axes("X, X, H, S, X -> X, H"),
     flops=_flops(10),
-    output_addend="added",
 )
+OUTPUT_ADDENDS.register(RMS_NORM_GRAD, "added")
 FUSIBLE.add(LAYER_NORM, OWN_LAYER_NORM, LAYER_NORM_GRAD, RMS_NORM, RMS_NORM_GRAD)
 # add + norm of [2048, 384]: 0.41 ms in one kernel, 0.67 in PyTorch's six
 GAINS_FROM_FUSION.add(RMS_NORM, RMS_NORM_GRAD)

@@ -17,9 +17,9 @@ import onnx_ir as ir
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
+from onnxtrain.graph.values import OWN, TensorType, dtype_of
 from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
-from onnxtrain.ops.constructors import always, never, no_axes
+from onnxtrain.ops.constructors import always, never, no_axes, same_as, with_addend
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -33,6 +33,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.addends import OUTPUT_ADDENDS
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.random.dropout import dropout_scale
@@ -155,7 +156,7 @@ KEYED_DROPOUT = define(
         attributes={"dropped": REQUIRED},
         since_version=1,
         from_torch={},
-        shapes=lambda n: (type_of(n.x),),
+        shapes=with_addend("residual", same_as("x")),
         body=_body,
         ort_compatible=never,
         gradient=(Gradient(_gradient, reads=("key",)),),
@@ -169,6 +170,6 @@ KEYED_DROPOUT = define(
         aliases={},
         flops=lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)),
         host_eval=None,
-        output_addend="residual",
     )
 )
+OUTPUT_ADDENDS.register(KEYED_DROPOUT, "residual")

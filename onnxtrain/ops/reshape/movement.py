@@ -52,7 +52,6 @@ def define_movement(
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
     preserves_elements: bool = False,
     moved_inputs: frozenset[str] = NO_NAMES,
-    output_addend: str = "",
 ) -> OpDef:
     """Define an op that moves elements.
 
@@ -84,7 +83,6 @@ def define_movement(
             shape_only_inputs=shape_only_inputs,
             preserves_elements=preserves_elements,
             moved_inputs=moved_inputs,
-            output_addend=output_addend,
         )
     )
 
