@@ -52,7 +52,18 @@ def assert_no_worse_than_eager(
     assert got.dtype == eager.dtype, f"{name}: dtype {got.dtype}, eager has {eager.dtype}"
     assert got.shape == eager.shape, f"{name}: shape {tuple(got.shape)}, eager has {tuple(eager.shape)}"
     error, allowed, scale = error_and_bound(got, eager, exact, largest)
-    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})\n{got}\n{eager}"
+    assert error <= allowed, (
+        f"{name}: error {error:.3e} against float64, allowed {allowed:.3e} (scale {scale:.3e})\n"
+        f"{_worst_element(got, eager, exact)}\n{got}\n{eager}"
+    )
+
+
+def _worst_element(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> str:
+    mine, theirs, right = (t.detach().to("cpu", torch.complex128).flatten() for t in (got, eager, exact))
+    differs = torch.view_as_real(mine).ne(torch.view_as_real(theirs)).any(-1) & ~(mine.isnan() & theirs.isnan())
+    worst = int(torch.where(differs, (mine - right).abs().nan_to_num(nan=math.inf), -1).argmax())
+    index = [int(i) for i in np.unravel_index(worst, got.shape)]
+    return f"worst at {index}: got {got[*index].item()}, eager {eager[*index].item()}, float64 {exact[*index].item()}"
 
 
 # Op cases

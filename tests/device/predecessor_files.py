@@ -13,10 +13,45 @@ of 1.9 GB; the second is left out.
 
 import base64
 import zlib
+from dataclasses import dataclass
+
+import numpy as np
 
 
 def _unpack(text: str) -> bytes:
     return zlib.decompress(base64.b85decode(text))
+
+
+@dataclass
+class Training:
+    """Losses, parameters and moments of a training."""
+
+    losses: list[float]
+    parameters: dict[str, np.ndarray]
+    first_order_moment: dict[str, np.ndarray]
+    second_order_moment: dict[str, np.ndarray]
+
+
+def in_float64(steps: int) -> Training:
+    """The training above, written out."""
+    rng = np.random.default_rng(0)
+    w, b = (rng.standard_normal(shape).astype(np.float32).astype(np.float64) for shape in ((3, 4), 3))
+    x, target = (rng.standard_normal(shape).astype(np.float32).astype(np.float64) for shape in ((5, 4), (5, 3)))
+    scale = np.array([2.0, 3, 4])
+    beta1, beta2 = (float(np.float32(beta)) for beta in (0.9, 0.999))  # its attributes are float32
+    p = {"fc.weight": w, "fc.bias": b}
+    m, v = ({name: np.zeros_like(value) for name, value in p.items()} for _ in range(2))
+    losses = []
+    for step in range(1, steps + 1):
+        error = (x @ p["fc.weight"].T + p["fc.bias"]) * scale - target
+        losses.append(float((error**2).mean()))
+        dh = 2 * error / error.size * scale
+        for name, gradient in (("fc.weight", dh.T @ x), ("fc.bias", dh.sum(0))):
+            m[name] = beta1 * m[name] + (1 - beta1) * gradient
+            v[name] = beta2 * v[name] + (1 - beta2) * gradient**2
+            size = 1e-3 * np.sqrt(1 - beta2**step) / (1 - beta1**step)
+            p[name] = p[name] - size * m[name] / (np.sqrt(v[name]) + 1e-6)
+    return Training(losses, p, m, v)
 
 
 INITIAL = _unpack(

@@ -7,7 +7,7 @@ mean of x, is a buffer. With `draws` the gradient depends on the random seed too
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,6 +84,19 @@ def gradients(x: np.ndarray, target: np.ndarray, parameters: dict[str, np.ndarra
     y = (x @ values["weight"].T + values["bias"]) * values["scale"]
     dh = 2 * (y - target) / y.size * values["scale"]
     return {"weight": dh.T @ x, "bias": dh.sum(0)}
+
+
+def trained(seeds: Iterable[int], learning_rate: float = 1e-3) -> dict[str, np.ndarray]:
+    """The values after one step on the batch of each seed, in float64."""
+    values = {name: array.astype(np.float64) for name, array in fresh().parameters.items()}
+    momenta = {name: np.zeros(SHAPES[name]) for name in TRAINABLE}
+    for seed in seeds:
+        x, target = batch(seed)
+        for name, gradient in gradients(x, target, values).items():
+            momenta[name] = 0.9 * momenta[name] + gradient
+        values |= {name: values[name] - learning_rate * momenta[name] for name in TRAINABLE}
+        values["mean"] = values["mean"] + 0.1 * (np.float64(x).mean(0) - values["mean"])
+    return values
 
 
 def _forward(g: Sketch) -> None:

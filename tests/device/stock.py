@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,14 @@ class Stock:
         outputs = dict(zip([v.name for v in run.get_outputs()], binding.get_outputs(), strict=True))
         return [outputs[name].numpy() for name in known["outputs"]]
 
+    def train_on(self, batches: Iterable[tuple[torch.Tensor, ...]]) -> list[float]:
+        """A step of the optimizer for each batch; gives the losses."""
+        losses = []
+        for batch in batches:
+            losses.append(float(self.step(*(t.numpy() for t in batch))[0]))
+            self.update()
+        return losses
+
     def evaluate(self, *inputs: np.ndarray) -> dict[str, np.ndarray]:
         run = session(self.folder / f"{self.prefix}eval_model.onnx", self.library)
         known = facts(self.folder / f"{self.prefix}eval_model.onnx")
@@ -98,17 +106,30 @@ class Stock:
         found: np.ndarray = self.values[name].numpy()
         return found
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The accumulated gradients, by the name of the parameter."""
+        return {n: self.values[f"{n}_grad.accumulation.buffer"].numpy().copy() for n in self.facts["trainable"]}
+
+
+def clipped(gradients: Sequence[torch.Tensor], max_norm: float) -> list[torch.Tensor]:
+    """The gradients after PyTorch's clip_grad_norm_."""
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
 
 def train_torch(
     module: torch.nn.Module,
-    loss: Any,
+    loss: Callable[..., torch.Tensor],
     batches: list[tuple[torch.Tensor, ...]],
     make_optimizer: Any,
     clip: float | None = None,
-) -> list[float]:
+) -> torch.Tensor:
     """The losses of the same training in eager PyTorch; the last of a batch's tensors is the target."""
     optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad])
-    found: list[float] = []
+    losses = []
     for *inputs, target in batches:
         optimizer.zero_grad()
         value = loss(module(*inputs), target)
@@ -116,19 +137,5 @@ def train_torch(
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
-        found.append(float(value.detach()))
-    return found
-
-
-def losses_in_torch(
-    make_module: Callable[[], torch.nn.Module],
-    batches: list[tuple[torch.Tensor, ...]],
-    make_optimizer: Any,
-    clip: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses of a training in eager PyTorch, in float32 and in float64."""
-    wide = [tuple(t.double() if t.is_floating_point() else t for t in batch) for batch in batches]
-    loss = torch.nn.functional.cross_entropy
-    eager = train_torch(make_module(), loss, batches, make_optimizer, clip)
-    exact = train_torch(make_module().double(), loss, wide, make_optimizer, clip)
-    return torch.tensor(eager), torch.tensor(exact, dtype=torch.float64)
+        losses.append(value.detach())
+    return torch.stack(losses)

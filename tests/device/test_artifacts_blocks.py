@@ -27,10 +27,10 @@ from onnxtrain.device.stock import KNOWN_TO_ONNXRUNTIME
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import MICROSOFT
 from onnxtrain.ops import OPS
-from onnxtrain.testing import assert_no_worse_than_eager
 from tests.device.models import NAMES, batches, make
-from tests.device.stock import Stock, session
+from tests.device.stock import Stock, clipped, session
 from tests.device.test_artifacts_imports import by_hand, node, weight
+from tests.reference import assert_matches, with_gradients
 
 
 def two_headed() -> onnx.ModelProto:
@@ -74,16 +74,15 @@ def test_a_custom_loss(tmp_path: Path) -> None:
     assert run.facts["inputs"] == ["x", "target_a", "target_b"]
     x, target, labels = weight(5, 4), weight(5, 3), np.array([0, 1, 2, 2, 1])
     loss = run.step(x, target, labels)[0]
-    p = in_torch(model)
-    t = torch.tanh(torch.from_numpy(x) @ p["w"])
-    expected = 0.4 * F.mse_loss(t @ p["first"], torch.from_numpy(target)) + F.cross_entropy(
-        t @ p["second"], torch.from_numpy(labels), torch.tensor([0.2, 0.3, 0.5]), ignore_index=1
-    )
-    expected.backward()
-    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
-    for name in trained:
-        found = run.values[f"{name}_grad.accumulation.buffer"].numpy()
-        np.testing.assert_allclose(found, p[name].grad.numpy(), rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
+
+    def reference(p: dict[str, torch.Tensor], x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        t = torch.tanh(x @ p["w"])
+        of_classes = x.new_tensor([0.2, 0.3, 0.5])
+        second = F.cross_entropy(t @ p["second"], torch.from_numpy(labels), of_classes, ignore_index=1)
+        expected = 0.4 * F.mse_loss(t @ p["first"], target) + second
+        return with_gradients(expected, {name: p[name] for name in trained})
+
+    assert_matches({"loss": loss, **run.gradients()}, reference, in_torch(model), x, target)
 
 
 LOSSES: dict[str, tuple[Any, Any, Any]] = {
@@ -96,7 +95,7 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
         onnxblock.loss.BCEWithLogitsLoss(weight=[0.5, 1, 2, 3], reduction="sum", pos_weight=[1, 2, 3, 4]),
         None,
         lambda y, t: F.binary_cross_entropy_with_logits(
-            y, t, torch.tensor([0.5, 1, 2, 3]), reduction="sum", pos_weight=torch.tensor([1.0, 2, 3, 4])
+            y, t, y.new_tensor([0.5, 1, 2, 3]), reduction="sum", pos_weight=y.new_tensor([1, 2, 3, 4])
         ),
     ),
     "ce": (onnxblock.loss.CrossEntropyLoss(), "labels", F.cross_entropy),
@@ -118,15 +117,8 @@ def test_losses(name: str, portable: bool, tmp_path: Path) -> None:
     x = weight(5, 3)
     target = np.array([0, 3, 1, 2, 2]) if labels else np.abs(weight(5, 4))
     loss = run.step(x, target)[0]
-    found = run.values["w_grad.accumulation.buffer"].numpy()
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        w = in_torch(model)["w"].detach().to(dtype).requires_grad_()
-        given = torch.from_numpy(target)
-        expected = reference(torch.from_numpy(x).to(dtype) @ w, given if labels else given.to(dtype))
-        results.append((expected.detach(), *torch.autograd.grad(expected.sum(), w)))
-    for what, got, eager, exact in zip(("loss", "gradient"), (loss, found), *results, strict=True):
-        assert_no_worse_than_eager(what, torch.from_numpy(np.asarray(got)), eager, exact)
+    found = {"loss": loss, **run.gradients()}
+    assert_matches(found, lambda x, p, t: with_gradients(reference(x @ p["w"], t), p), x, in_torch(model), target)
 
 
 class OnlyLoss(onnxblock.TrainingBlock):
@@ -219,20 +211,18 @@ def test_building_blocks(tmp_path: Path) -> None:
     found = dict(
         zip(names, ort.InferenceSession(proto.SerializeToString()).run(names, {"x": x, "other": x}), strict=True)
     )
-    shifted = np.abs(x) + 1
-    clipped = np.maximum(shifted**2 / -np.log(shifted + 1) / (1 + np.exp(-x)), -2)
-    weights = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
-    expected = [
-        clipped,
-        clipped.mean() + clipped.sum(),
-        np.sqrt((x**2).sum() + (clipped**2).sum()),
-        np.float64(clipped.mean() + clipped.sum()),
-        x @ weights["linear.weight"].T + weights["linear.bias"],
-    ]
-    for name, value in zip(names, expected, strict=True):
-        np.testing.assert_allclose(found[name], np.broadcast_to(value, found[name].shape), rtol=1e-5)
-    assert found[names[3]].dtype == np.float64
-    assert found[names[1]].shape == (1, 1)
+
+    def reference(x: torch.Tensor, p: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        shifted = x.abs() + 1
+        clipped = (shifted**2 / -(shifted + 1).log() / (1 + (-x).exp())).clamp(min=-2)
+        sums = (clipped.mean() + clipped.sum())[None, None]
+        norm = (x.square().sum() + clipped.square().sum()).sqrt()
+        return [clipped, sums, norm, x @ p["linear.weight"].T + p["linear.bias"]]
+
+    clipped, sums, norm, wide, linear = (found[name] for name in names)
+    assert_matches([clipped, sums, norm, linear], reference, x, in_torch(proto))
+    assert wide.dtype == np.float64
+    assert np.array_equal(wide, sums)
 
 
 def test_label_encoder_and_sequences() -> None:
@@ -274,12 +264,9 @@ def test_clip_grad_norm_as_a_block() -> None:
         names = onnxblock.optim.ClipGradNorm(1.0)("a", "b")
         handle.graph.output.extend(helper.make_tensor_value_info(n, TensorProto.FLOAT, [None]) for n in names)
         run = ort.InferenceSession(handle.SerializeToString())
-    a, b = (torch.randn(4, requires_grad=True) for _ in "ab")
-    a.grad, b.grad = torch.randn(4), torch.randn(4)
-    found = run.run(None, {"a": a.grad.numpy(), "b": b.grad.numpy()})
-    torch.nn.utils.clip_grad_norm_([a, b], 1.0)
-    for value, parameter in zip(found, (a, b), strict=True):
-        np.testing.assert_allclose(value, parameter.grad.numpy(), rtol=1e-6)  # type: ignore[union-attr]
+    given = {"a": torch.randn(4), "b": torch.randn(4)}
+    found = run.run(None, {name: gradient.numpy() for name, gradient in given.items()})
+    assert_matches(found, clipped, list(given.values()), 1.0)
 
 
 # Updates in place
@@ -490,12 +477,10 @@ def test_custom_ops_of_a_library(tmp_path: Path) -> None:
     run = Stock(tmp_path, library=library)
     x, target = weight(5, 3), weight(5, 4)
     loss = run.step(x, target)[0]
-    w = in_torch(model)["w"]
-    expected = F.mse_loss(torch.from_numpy(np.maximum(x, 0)) @ w, torch.from_numpy(target))
-    expected.backward()
-    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
-    found = run.values["w_grad.accumulation.buffer"].numpy()
-    np.testing.assert_allclose(found, w.grad.numpy(), rtol=1e-5, atol=1e-6)  # type: ignore[union-attr]
+    found = {"loss": loss, **run.gradients()}
+    assert_matches(
+        found, lambda x, p, t: with_gradients(F.mse_loss(x.relu() @ p["w"], t), p), x, in_torch(model), target
+    )
 
 
 def test_numbers_of_constants() -> None:

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, generate_artifacts
 from onnxtrain.device.checkpoint import load
+from onnxtrain.execute.tolerance import error_and_bound, noisiest, perturbed
 from onnxtrain.onnxblock.optim import SGD, AdamW, ClipGradNorm
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.device.models import MODELS, NAMES, Batch, batches, export, make
-from tests.device.stock import Stock, facts, losses_in_torch, train_torch
+from tests.device.stock import Stock, facts, train_torch
+from tests.reference import assert_matches, assert_matches_float64, in_both
 
 LR = 1e-3
 DECAY = 0.01
@@ -30,8 +32,8 @@ def adamw() -> AdamW:
     return AdamW(eps=1e-8, weight_decay=DECAY, mode="torch")
 
 
-def torch_adamw(parameters: list[torch.nn.Parameter], fused: bool = False) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY, fused=fused)
+def torch_adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY)
 
 
 def artifacts(name: str, module: torch.nn.Module, batch: Batch, exporter: str, folder: Path, **options: object) -> None:
@@ -48,25 +50,18 @@ def artifacts(name: str, module: torch.nn.Module, batch: Batch, exporter: str, f
 
 def train(folder: Path, data: list[Batch]) -> tuple[Stock, list[float]]:
     run = Stock(folder, lr=LR)
-    losses = []
-    for batch in data:
-        losses.append(float(run.step(*(t.numpy() for t in batch))[0]))
-        run.update()
-    return run, losses
+    return run, run.train_on(data)
 
 
 def assert_accumulated(run: Stock, module: torch.nn.Module, data: list[Batch]) -> None:
     """Compare the accumulated gradients with those of eager PyTorch over the same batches."""
-    double = copy.deepcopy(module).double()
-    for x, y in data:
-        F.cross_entropy(module(x), y).backward()
-        F.cross_entropy(double(x.double()), y).backward()
-    for name, p in module.named_parameters():
-        exact = double.get_parameter(name).grad
-        assert p.grad is not None
-        assert exact is not None
-        found = torch.from_numpy(run.values[f"{name}_grad.accumulation.buffer"].numpy())
-        assert_no_worse_than_eager(name, found, p.grad, exact)
+
+    def reference(module: torch.nn.Module, data: list[Batch]) -> dict[str, torch.Tensor | None]:
+        for x, y in data:
+            F.cross_entropy(module(x), y).backward()
+        return {name: p.grad for name, p in module.named_parameters()}
+
+    assert_matches(run.gradients(), reference, module, data, name="gradient")
 
 
 def vanishing(name: str, data: list[Batch]) -> dict[str, np.ndarray]:
@@ -103,7 +98,8 @@ def exported(name: str, exporter: str) -> bytes:
 @functools.cache
 def losses_of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Those of 20 steps in eager PyTorch, in float32 and in float64."""
-    return losses_in_torch(lambda: make(name), batches(name, 20), torch_adamw)
+    eager, exact = in_both(train_torch, make(name), F.cross_entropy, batches(name, 20), torch_adamw)
+    return eager, exact
 
 
 EXPORTERS = ("torch", "torchscript", "dynamo")
@@ -128,42 +124,53 @@ def test_losses_over_20_steps(name: str, exporter: str, portable: bool, tmp_path
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_over_50_steps(name: str, tmp_path: Path) -> None:
+    """Rounding decides some ReLUs and maxima, and Adam amplifies it: then eager's error is the largest of samples."""
     data = batches(name, 50)
     artifacts(name, make(name), data[0], "torch", tmp_path)
     run, _ = train(tmp_path, data)
-    plain, fused = make(name), make(name)
-    train_torch(plain, F.cross_entropy, data, torch_adamw)
-    train_torch(fused, F.cross_entropy, data, lambda p: torch_adamw(p, fused=True))
+    plain, exact = in_both(parameters, make(name), data)
+    samples = functools.cache(lambda: [plain, *(parameters(module, data) for module in perturbed(make(name)))])
     excluded = vanishing(name, data)
     compared, count = 0, 0
-    for key, parameter in plain.named_parameters():
+    for key, parameter in plain.items():
+        got = torch.from_numpy(run.parameter(key))
         if key not in excluded:
-            assert np.array_equal(run.parameter(key), parameter.detach().numpy()), f"{key} is frozen"
+            assert torch.equal(got, parameter), f"{key} is frozen"
             continue
-        kept = ~excluded[key]
-        gap = float((parameter - fused.get_parameter(key)).detach().abs().numpy()[kept].max(initial=0.0))
-        away = np.abs(run.parameter(key) - parameter.detach().numpy())[kept]
-        assert away.max(initial=0.0) <= 2 * gap + 1e-6, key
-        compared, count = compared + int(kept.sum()), count + kept.size
+        kept = torch.from_numpy(~excluded[key])
+        mine, theirs, right = (side[kept] for side in (got, parameter, exact[key]))
+        error, allowed, _ = error_and_bound(mine, theirs, right)
+        if error > allowed:
+            theirs = noisiest([sample[key][kept] for sample in samples()], right)
+        assert_no_worse_than_eager(key, mine, theirs, right)
+        compared, count = compared + int(kept.sum()), count + kept.numel()
     assert compared > 0.9 * count, "too little is left to compare"
 
 
+def parameters(module: torch.nn.Module, data: list[Batch]) -> dict[str, torch.Tensor]:
+    """The parameters after a training in eager PyTorch."""
+    train_torch(module, F.cross_entropy, data, torch_adamw)
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
 def test_running_statistics_are_those_of_torch(tmp_path: Path) -> None:
-    data = batches("cnn", 20)
+    data = batches("cnn", 3)
     artifacts("cnn", make("cnn"), data[0], "torch", tmp_path)
     run, _ = train(tmp_path, data)
-    module = make("cnn")
-    train_torch(module, F.cross_entropy, data, torch_adamw)
-    for name in ("norm.running_var", "second_norm.running_mean", "second_norm.running_var"):
-        np.testing.assert_allclose(run.parameter(name), module.get_buffer(name).numpy(), rtol=2e-5, atol=2e-6)
+    names = ("norm.running_var", "second_norm.running_mean", "second_norm.running_var")
+
+    def statistics(module: torch.nn.Module, data: list[Batch]) -> dict[str, torch.Tensor]:
+        train_torch(module, F.cross_entropy, data, torch_adamw)
+        return {name: module.get_buffer(name) for name in names}
+
+    assert_matches({name: run.parameter(name) for name in names}, statistics, make("cnn"), data)
     assert "norm.num_batches_tracked" not in run.values, "nothing depends on it"
-    found = run.evaluate(data[0][0].numpy(), data[0][1].numpy())
+    output = run.evaluate(*(t.numpy() for t in data[0]))["output"]
+    module = make("cnn").eval()
     module.load_state_dict(
         {k: torch.from_numpy(a.numpy()) for k, a in run.values.items() if "_grad" not in k}, strict=False
     )
-    with torch.no_grad():
-        expected = module.eval()(data[0][0])
-    np.testing.assert_allclose(found["output"], expected.numpy(), rtol=1e-4, atol=1e-5)
+    assert_matches(output, lambda module, x: module(x), module, data[0][0], name="output")
 
 
 @pytest.mark.parametrize(
@@ -197,8 +204,7 @@ def test_optimizers(
     data = batches("mlp", 20)
     artifacts("mlp", make("mlp"), data[0], "torch", tmp_path, optimizer=block, portable=portable)
     _, losses = train(tmp_path, data)
-    expected = losses_in_torch(lambda: make("mlp"), data, make_optimizer, clip)
-    assert_no_worse_than_eager("losses", torch.tensor(losses), *expected)
+    assert_matches(losses, train_torch, make("mlp"), F.cross_entropy, data, make_optimizer, clip, name="losses")
 
 
 def test_adamw_of_the_predecessor(tmp_path: Path) -> None:
@@ -207,11 +213,14 @@ def test_adamw_of_the_predecessor(tmp_path: Path) -> None:
     block = AdamW(weight_decay=0.1, eps=1e-3)
     artifacts("mlp", make("mlp"), data[0], "torch", tmp_path, optimizer=block)
     run, _ = train(tmp_path, data)
-    module = make("mlp").double()
+    assert_matches({n: run.parameter(n) for n in run.facts["trainable"]}, adamw_written_out, make("mlp"), data)
+
+
+def adamw_written_out(module: torch.nn.Module, data: list[Batch]) -> dict[str, torch.Tensor]:
     state = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in module.named_parameters()}
     for step, (x, y) in enumerate(data, start=1):
         module.zero_grad()
-        F.cross_entropy(module(x.double()), y).backward()
+        F.cross_entropy(module(x), y).backward()
         for name, p in module.named_parameters():
             m, v = state[name]
             assert p.grad is not None
@@ -221,8 +230,7 @@ def test_adamw_of_the_predecessor(tmp_path: Path) -> None:
             with torch.no_grad():
                 p.addcdiv_(m, v.sqrt().add_(1e-3), value=-size)
                 p.add_(p, alpha=-LR * 0.1)
-    for name, p in module.named_parameters():
-        np.testing.assert_allclose(run.parameter(name), p.detach().numpy(), atol=2e-7, rtol=0)
+    return dict(module.named_parameters())
 
 
 def test_the_first_correction_of_bias_is_exact(tmp_path: Path) -> None:
@@ -233,7 +241,7 @@ def test_the_first_correction_of_bias_is_exact(tmp_path: Path) -> None:
         module.get_parameter("2.bias").zero_()  # the update is not rounded to the weight's digits
     artifacts("mlp", module, data[0], "torch", tmp_path, optimizer=AdamW(eps=0.0, mode="torch"))
     run, _ = train(tmp_path, data)
-    np.testing.assert_allclose(np.abs(run.parameter("2.bias")), LR, rtol=1e-6, atol=0)
+    assert_matches_float64(np.abs(run.parameter("2.bias")), np.full(10, LR), "step")
 
 
 def test_gradients_accumulate_until_reset(tmp_path: Path) -> None:
@@ -252,8 +260,8 @@ def test_batches_of_other_sizes(tmp_path: Path) -> None:
     run = Stock(tmp_path)
     for size in (1, 3, 8):
         x, y = torch.randn(size, 3, 28, 28), torch.randint(0, 10, (size,))
-        found = float(run.step(x.numpy(), y.numpy())[0])
-        assert found == pytest.approx(float(F.cross_entropy(module(x), y).detach()), rel=1e-5)
+        loss = run.step(x.numpy(), y.numpy())[0]
+        assert_matches(loss, lambda m, x, y: F.cross_entropy(m(x), y), module, x, y, name=f"loss of {size}")
 
 
 def wide() -> torch.nn.Module:
@@ -297,8 +305,7 @@ def test_large_parameters_are_updated_in_chunks(
         losses.append(float(module(x.numpy(), y.numpy())))
         optimizer.step()
         module.lazy_reset_grad()
-    expected = losses_in_torch(make_module, data, make_optimizer, clip)
-    assert_no_worse_than_eager("losses", torch.tensor(losses), *expected)
+    assert_matches(losses, train_torch, make_module(), F.cross_entropy, data, make_optimizer, clip, name="losses")
     CheckpointState.save_checkpoint(state, tmp_path / "saved", include_optimizer_state=True)
     for moments in load(tmp_path / "saved").optimizer.values():
         assert moments[name].shape == make_module().get_parameter(name).shape, "the checkpoint knows nothing of chunks"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from onnxtrain.artifacts import LossType, generate_artifacts
 from onnxtrain.errors import ArtifactError
 from onnxtrain.onnxblock.optim import SGD
-from onnxtrain.testing import assert_no_worse_than_eager
 from tests.device.models import Recurrent
-from tests.device.stock import Stock
+from tests.device.stock import Stock, train_torch
+from tests.reference import assert_matches
 
 WIDTH, HIDDEN = 3, 4
 
@@ -46,22 +45,20 @@ def test_all_lengths_train_as_in_torch(kind: type[nn.RNNBase], portable: bool, t
     )
     operators = {node.op_type for node in onnx.load(tmp_path / "training_model.onnx").graph.node}
     assert (kind.__name__ if portable else f"{kind.__name__}LayerGrad") in operators
-    run, double = Stock(tmp_path, lr=0.1), copy.deepcopy(module).double()
-    sides = [(side, torch.optim.SGD(side.parameters(), lr=0.1)) for side in (module, double)]
-    for batch in (ids(3, 5), ids(2, 9), ids(4, 1), ids(1, 1)):
-        got = torch.tensor(float(run.step(*(t.numpy() for t in batch))[0]))
-        run.update()
-        losses = []
-        for side, optimizer in sides:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(side(batch[0]), batch[1])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        assert_no_worse_than_eager("loss", got, *losses)
-    for name, parameter in module.named_parameters():
-        got, exact = torch.from_numpy(run.parameter(name)), double.get_parameter(name)
-        assert_no_worse_than_eager(name, got, parameter.detach(), exact.detach())
+    data = [ids(3, 5), ids(2, 9), ids(4, 1), ids(1, 1)]
+    run = Stock(tmp_path, lr=0.1)
+    losses = run.train_on(data)
+    found = {"losses": losses} | {name: run.parameter(name) for name, _ in module.named_parameters()}
+
+    def reference(module: nn.Module) -> dict[str, torch.Tensor]:
+        losses = train_torch(module, F.cross_entropy, data, lambda p: torch.optim.SGD(p, lr=0.1))
+        return {"losses": losses, **dict(module.named_parameters())}
+
+    assert_matches(found, reference, module)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
 
 
 class LastStep(nn.Module):
@@ -79,16 +76,9 @@ def test_the_last_step_of_sequences_of_any_length(tmp_path: Path) -> None:
     module = LastStep()
     loss, example = LossType.CrossEntropyLoss, (torch.randn(5, 2, WIDTH),)
     generate_artifacts(module, example_args=example, loss=loss, optimizer=SGD(), artifact_directory=tmp_path)
-    run, optimizer = Stock(tmp_path, lr=0.5), torch.optim.SGD(module.parameters(), lr=0.5)
-    for steps in (5, 9, 1):
-        x, labels = torch.randn(steps, 3, WIDTH), torch.randint(0, HIDDEN, (3,))
-        got = float(run.step(x.numpy(), labels.numpy())[0])
-        run.update()
-        optimizer.zero_grad()
-        expected = F.cross_entropy(module(x), labels)
-        expected.backward()
-        optimizer.step()
-        assert got == pytest.approx(expected.item(), rel=2e-6)
+    data = [(torch.randn(steps, 3, WIDTH), torch.randint(0, HIDDEN, (3,))) for steps in (5, 9, 1)]
+    losses = Stock(tmp_path, lr=0.5).train_on(data)
+    assert_matches(losses, train_torch, module, F.cross_entropy, data, sgd, name="losses")
 
 
 def model_file(name: str, weights: dict[str, np.ndarray], **attributes: Any) -> onnx.ModelProto:
@@ -122,6 +112,22 @@ def layer(kind: type[nn.RNNBase]) -> tuple[nn.RNNBase, dict[str, np.ndarray]]:
     return module, {"first": np.ones(1, np.float32)} | {key: v[None].numpy().copy() for key, v in found.items()}
 
 
+class Packed(nn.Module):
+    """The model of `model_file` in PyTorch."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer, self.first = layer, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x * self.first, lengths, enforce_sorted=False)
+        return pad_packed_sequence(self.layer(packed)[0], total_length=len(x))[0][:, None]
+
+
+def trained(module: Packed, data: list[tuple[torch.Tensor, ...]]) -> dict[str, torch.Tensor]:
+    return {"losses": train_torch(module, F.mse_loss, data, sgd), "first": module.first}
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_sequences_of_several_lengths(kind: type[nn.RNNBase], tmp_path: Path) -> None:
     module, weights = layer(kind)
@@ -134,21 +140,16 @@ def test_sequences_of_several_lengths(kind: type[nn.RNNBase], tmp_path: Path) ->
         artifact_directory=tmp_path,
     )
     run = Stock(tmp_path, lr=0.5)
-    first = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([first, *module.parameters()], lr=0.5)
-    for steps, lengths in ((5, [2, 5, 1]), (7, [7, 3])):
-        x, target = torch.randn(steps, len(lengths), WIDTH), torch.randn(steps, 1, len(lengths), HIDDEN)
-        counts = torch.tensor(lengths, dtype=torch.int32)
-        got = float(run.step(x.numpy(), counts.numpy(), target.numpy())[0])
-        run.update()
-        optimizer.zero_grad()
-        packed = pack_padded_sequence(x * first, counts, enforce_sorted=False)
-        y = pad_packed_sequence(module(packed)[0], total_length=steps)[0][:, None]
-        loss = F.mse_loss(y, target)
-        loss.backward()
-        optimizer.step()
-        assert got == pytest.approx(loss.item(), rel=2e-6)
-    np.testing.assert_allclose(run.parameter("first"), first.detach().numpy(), rtol=1e-5)
+    data = [
+        (
+            torch.randn(steps, len(lengths), WIDTH),
+            torch.tensor(lengths, dtype=torch.int32),
+            torch.randn(steps, 1, len(lengths), HIDDEN),
+        )
+        for steps, lengths in ((5, [2, 5, 1]), (7, [7, 3]))
+    ]
+    found = {"losses": run.train_on(data), "first": run.parameter("first")}
+    assert_matches(found, trained, Packed(module), data)
 
 
 def test_a_size_that_only_an_example_had_is_not_believed(tmp_path: Path) -> None:
@@ -158,13 +159,10 @@ def test_a_size_that_only_an_example_had_is_not_believed(tmp_path: Path) -> None
     model.graph.value_info.append(helper.make_tensor_value_info("scaled", TensorProto.FLOAT, ["s", 1, WIDTH]))
     how = {"loss": LossType.MSELoss, "artifact_directory": tmp_path}
     generate_artifacts(model, requires_grad=["first"], optimizer=SGD(), **how)
-    run, first = Stock(tmp_path, lr=0.5), torch.ones(1, requires_grad=True)
-    x, target = torch.randn(4, 3, WIDTH), torch.randn(4, 1, 3, HIDDEN)
-    run.step(x.numpy(), np.full(3, 4, np.int32), target.numpy())
-    run.update()
-    F.mse_loss(layer(nn.RNN)[0](x * first)[0][:, None], target).backward()
-    assert first.grad is not None
-    np.testing.assert_allclose(run.parameter("first"), 1 - 0.5 * first.grad.numpy(), rtol=1e-5)
+    run = Stock(tmp_path, lr=0.5)
+    data = [(torch.randn(4, 3, WIDTH), torch.full((3,), 4, dtype=torch.int32), torch.randn(4, 1, 3, HIDDEN))]
+    found = {"losses": run.train_on(data), "first": run.parameter("first")}
+    assert_matches(found, trained, Packed(layer(nn.RNN)[0]), data)
 
 
 def test_what_pytorch_has_not_runs_only_where_it_is_frozen(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from onnxtrain.device import checkpoint, safetensors_file
 from onnxtrain.errors import CheckpointError
 from tests.device import predecessor_files
 from tests.device.small_artifacts import TRAINABLE, fresh
+from tests.reference import assert_matches_float64
 
 
 def full() -> checkpoint.Checkpoint:
@@ -163,27 +164,12 @@ def test_the_predecessors_parameters_are_read(tmp_path: Path) -> None:
 
 def test_the_predecessors_moments_are_those_of_its_three_steps(tmp_path: Path) -> None:
     """Both moments, recomputed from the gradients in float64: so they are not mixed up."""
-    rng = np.random.default_rng(0)
-    w, b = (rng.standard_normal(shape).astype(np.float32).astype(np.float64) for shape in ((3, 4), 3))
-    x, target = (rng.standard_normal(shape).astype(np.float32).astype(np.float64) for shape in ((5, 4), (5, 3)))
-    scale = np.array([2.0, 3, 4])
-    beta1, beta2 = (float(np.float32(beta)) for beta in (0.9, 0.999))  # its attributes are float32
-    m, v = ({"fc.weight": 0.0, "fc.bias": 0.0} for _ in range(2))
-    for step in range(1, 4):
-        dh = 2 * ((x @ w.T + b) * scale - target) / 15 * scale
-        gradients = {"fc.weight": dh.T @ x, "fc.bias": dh.sum(0)}
-        for name, gradient in gradients.items():
-            m[name] = beta1 * m[name] + (1 - beta1) * gradient
-            v[name] = beta2 * v[name] + (1 - beta2) * gradient**2
-        changes = {n: np.sqrt(1 - beta2**step) / (1 - beta1**step) * m[n] / (np.sqrt(v[n]) + 1e-6) for n in m}
-        w, b = w - 1e-3 * changes["fc.weight"], b - 1e-3 * changes["fc.bias"]
+    exact = predecessor_files.in_float64(3)
     read = _read(tmp_path, predecessor_files.WHOLE)
     assert read.step == 3
-    for name in m:
-        np.testing.assert_allclose(read.optimizer["first_order_moment"][name], m[name], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(read.optimizer["second_order_moment"][name], v[name], rtol=1e-5, atol=1e-8)
-    np.testing.assert_allclose(read.parameters["fc.weight"], w, rtol=1e-5)
-    np.testing.assert_allclose(read.parameters["fc.bias"], b, rtol=1e-5)
+    assert_matches_float64(read.optimizer["first_order_moment"], exact.first_order_moment, "first moment")
+    assert_matches_float64(read.optimizer["second_order_moment"], exact.second_order_moment, "second moment")
+    assert_matches_float64({name: read.parameters[name] for name in exact.parameters}, exact.parameters, "parameter")
 
 
 def test_the_predecessors_properties_are_read(tmp_path: Path) -> None:

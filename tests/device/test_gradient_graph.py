@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import onnx
@@ -12,6 +13,9 @@ from torch.nn import functional as F
 
 from onnxtrain.device.gradient_graph import export_gradient_graph
 from onnxtrain.errors import ArtifactError, ORTModuleFallbackException
+from onnxtrain.execute.tolerance import perturbed
+from tests.reference import with_gradients
+from tests.zoo.checks import compare_named
 
 
 class Net(torch.nn.Module):
@@ -33,6 +37,16 @@ def run(path: Path, model: torch.nn.Module, x: torch.Tensor, labels: torch.Tenso
     return dict(zip(names, map(torch.from_numpy, session.run(names, feeds)), strict=True))
 
 
+def step(model: Net, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Loss, output, gradients and, in training, the new running statistics in eager PyTorch."""
+    output = model(x.to(model.head.weight.dtype))
+    results = with_gradients(F.cross_entropy(output, labels), dict(model.named_parameters()))
+    named = {name if name == "loss" else f"{name}_grad": tensor for name, tensor in results.items()}
+    statistics = dict(model.named_buffers()) if model.training else {}
+    named |= {f"{name}.out": value for name, value in statistics.items() if "running" in name}
+    return {"output": output, **named}
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_loss_output_and_gradients(tmp_path: Path, training: bool) -> None:
     model = Net().train(training)
@@ -44,17 +58,11 @@ def test_loss_output_and_gradients(tmp_path: Path, training: bool) -> None:
     for batch in (6, 3):  # sizes stay open
         x, labels = torch.randn(batch, 4), torch.arange(batch) % 3
         found = run(path, model, x, labels)
-        output = model(x)
-        loss = F.cross_entropy(output, labels)
-        model.zero_grad()
-        loss.backward()
-        expected = {"loss": loss.detach(), "output": output.detach()}
-        expected |= {f"{n}_grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
-        if training:
-            expected |= {f"body.1.running_{n}.out": getattr(model.body[1], f"running_{n}") for n in ("mean", "var")}
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name].reshape(value.shape), value, msg=name)
+        sides = [*perturbed(model), copy.deepcopy(model), copy.deepcopy(model).double()]
+        *samples, eager, exact = (step(side, x, labels) for side in sides)
+        assert found.keys() == eager.keys()
+        found = {name: found[name].reshape(value.shape) for name, value in eager.items()}
+        compare_named("gradient graph", found, eager, exact, lambda samples=samples: samples)
 
 
 def test_a_newer_opset(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxtrain import onnxblock
 from onnxtrain.artifacts import LossType, OptimType, generate_artifacts
 from onnxtrain.device.onnx_module import OnnxModule
+from tests.device.stock import clipped
 from tests.device.test_artifacts_imports import by_hand, node
+from tests.reference import assert_matches, assert_matches_float64
 
 X, W = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), np.linspace(0, 1, 8, dtype=np.float32).reshape(4, 2)
 
@@ -65,8 +67,7 @@ def test_a_blocks_model_is_complete(name: str, tmp_path: Path) -> None:
         onnx.save(block.to_model_proto(), tmp_path / "model.onnx")
     session = ort.InferenceSession(tmp_path / "model.onnx")
     (found,) = session.run(None, {"x": X, session.get_inputs()[1].name: target})
-    expected = reference(torch.from_numpy(X @ W), torch.from_numpy(target))
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
+    assert_matches(found, lambda x, w, t: reference(x @ w, t), X, W, target)
 
 
 def test_large_weights_are_in_a_blocks_model(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_large_weights_are_in_a_blocks_model(tmp_path: Path) -> None:
         block("y")
         onnx.save(block.to_model_proto(), tmp_path / "model.onnx")
     (found,) = ort.InferenceSession(tmp_path / "model.onnx").run(None, {"x": X, "labels": LABELS})
-    np.testing.assert_allclose(found, np.log(4096), rtol=1e-5)
+    assert_matches_float64(found, np.log(4096))
 
 
 def test_an_optimizer_accepts_the_result_of_parameters() -> None:
@@ -128,18 +129,21 @@ def test_an_optimizer_block_takes_sequences(name: str) -> None:
     ]
     feeds: dict[str, Any] = {"learning_rate": np.array([0.1], np.float32), "params": values, "gradients": gradients}
     feeds |= {state: [np.zeros_like(v) for v in values] for state in _plural(states)}
-    parameters = [torch.nn.Parameter(torch.from_numpy(v.copy())) for v in values]
-    optimizer = reference(parameters)
     for step in range(3):
         flag, feeds["params"], *moments = session.run(None, {**feeds, "step": np.array([step])})
         feeds |= dict(zip(_plural(states), moments, strict=True))
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = torch.from_numpy(gradient.copy())
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
     assert flag.tolist() == [True]
-    for updated, parameter in zip(feeds["params"], parameters, strict=True):
-        np.testing.assert_allclose(updated, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+    def in_torch(values: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        parameters = [torch.nn.Parameter(v) for v in values]
+        optimizer = reference(parameters)
+        for _ in range(3):
+            for parameter, gradient in zip(parameters, clipped(gradients, 1.0), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        return parameters
+
+    assert_matches(feeds["params"], in_torch, values, gradients, name="parameter")
 
 
 def _plural(states: tuple[str, ...]) -> list[str]:
@@ -160,14 +164,9 @@ def test_clipping_a_sequence_of_gradients() -> None:
         block = Forward(onnxblock.optim.ClipGradNorm(1.0))
         block("gradients")
         session = ort.InferenceSession(block.to_model_proto().SerializeToString())
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3,), (2, 2))]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    given = [p.grad.numpy().copy() for p in parameters]  # type: ignore[union-attr]  # just set
-    (found,) = session.run(None, {"gradients": given})
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    for clipped, parameter in zip(found, parameters, strict=True):
-        np.testing.assert_allclose(clipped, parameter.grad, rtol=1e-5)
+    given = [torch.randn(3), torch.randn(2, 2)]
+    (found,) = session.run(None, {"gradients": [gradient.numpy() for gradient in given]})
+    assert_matches(found, clipped, given, 1.0)
 
 
 def test_the_gradient_of_an_input() -> None:
@@ -183,9 +182,11 @@ def test_the_gradient_of_an_input() -> None:
     zeros = {"w_grad.accumulation.buffer": np.zeros_like(W), "x_grad.accumulation.buffer": np.zeros_like(X)}
     feeds = {"x": X, "w": W, "target": TARGET, "lazy_reset_grad": np.array([True]), **zeros}
     (found,) = ort.InferenceSession(training.SerializeToString()).run(["x_grad.accumulation.out"], feeds)
-    x = torch.from_numpy(X).requires_grad_()
-    torch.nn.functional.mse_loss(x @ torch.from_numpy(W), torch.from_numpy(TARGET)).backward()
-    np.testing.assert_allclose(found, x.grad, rtol=1e-5)
+
+    def reference(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(torch.nn.functional.mse_loss(x @ w, target), x)[0]
+
+    assert_matches(found, reference, torch.from_numpy(X).clone().requires_grad_(), W, TARGET)
 
 
 def test_a_model_with_nothing_to_train_is_evaluated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,8 +225,7 @@ def test_versions_of_other_domains_are_kept() -> None:
         training, evaluation = block.to_model_proto()
     assert {o.domain: o.version for o in training.opset_import}["ai.onnx.ml"] == 2
     loss = ort.InferenceSession(evaluation.SerializeToString()).run(["loss"], {"x": X, "w": W, "raw": [7, 9, 7]})[0]
-    expected = torch.nn.functional.cross_entropy(torch.from_numpy(X @ W), torch.tensor([0, 1, 0]))
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert_matches(loss, lambda x, w: torch.nn.functional.cross_entropy(x @ w, torch.tensor([0, 1, 0])), X, W)
 
 
 def test_bfloat16_is_verified_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -241,7 +241,7 @@ def test_bfloat16_is_verified_and_logged(tmp_path: Path, caplog: pytest.LogCaptu
     assert "MatMul" in caplog.text
     module = OnnxModule.load(tmp_path / "b.onnx")
     x = torch.from_numpy(X).bfloat16()
-    torch.testing.assert_close(module(x), x @ torch.from_numpy(W).bfloat16())
+    assert_matches(module(x), torch.matmul, x, torch.from_numpy(W).bfloat16())
 
 
 def test_sequences_and_optionals_are_refused(tmp_path: Path) -> None:

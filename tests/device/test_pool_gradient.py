@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from onnxtrain.artifacts import generate_artifacts
 from tests.device.stock import Stock
+from tests.reference import assert_matches, with_gradients
 
 POOLS = {
     "side by side": nn.MaxPool2d(2),
@@ -53,11 +53,10 @@ def test_the_gradient_is_that_of_torch(name: str, portable: bool, tmp_path: Path
     generate_artifacts(module, example_args=(x, weights), artifact_directory=tmp_path, portable=portable)
     run = Stock(tmp_path)
     for count in (3, 1):
-        module.zero_grad()
-        module(x[:count], weights[:count]).backward()
-        run.step(x[:count].numpy(), weights[:count].numpy(), reset=True)
-        got = run.values["factor_grad.accumulation.buffer"].numpy()
-        np.testing.assert_allclose(got, module.factor.grad.numpy(), rtol=1e-6, atol=1e-6)
+        batch = x[:count], weights[:count]
+        loss = run.step(*(t.numpy() for t in batch))[0]
+        found = {"loss": loss, **run.gradients()}
+        assert_matches(found, lambda m, *batch: with_gradients(m(*batch), {"factor": m.factor}), module, *batch)
     if name not in ("ceiled", "overlapping"):
         assert not operators(tmp_path / "training_model.onnx") & {"MaxPoolGrad", "ScatterElements", "ConvTranspose"}
 
