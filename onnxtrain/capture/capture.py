@@ -56,7 +56,14 @@ from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.key import attribute_reads
 from onnxtrain.capture.refusals import refuse_outside_tensor
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
-from onnxtrain.errors import CaptureError, ChangedArgumentError, ChangedParameterError, OnnxTrainError, ORTModuleIOError
+from onnxtrain.errors import (
+    CaptureError,
+    ChangedArgumentError,
+    ChangedParameterError,
+    OnnxTrainError,
+    ORTModuleFallbackException,
+    ORTModuleIOError,
+)
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.torch_compat.decompositions import without_effect_tokens, without_reference_functions
@@ -128,6 +135,18 @@ class Captured:
     stored_name: str = ""
     written_views: tuple[WrittenView, ...] = ()
 
+    def has_same_graph(self, other: Captured) -> bool:
+        """Whether the capture of another module, or of this one in another state, is the same graph at all sizes."""
+        return (
+            [(v.dtype, v.shape) for v in self.model.graph.inputs]
+            == [(v.dtype, v.shape) for v in other.model.graph.inputs]
+            and self.sources == other.sources
+            and (self.result_count, self.mutations, self.sizes) == (other.result_count, other.mutations, other.sizes)
+            and self.written_views == other.written_views
+            and self.output == other.output
+            and (self.stored_name == other.stored_name != "" or self.guards.same_graph(other.guards))
+        )
+
 
 class _OutputHolder:
     """Carries the output's structure out of torch.export, which undoes assignments to a module's attributes."""
@@ -161,7 +180,10 @@ class _Wrapper(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         side_effects: SideEffects = self.__dict__["_side_effects"]
         args, kwargs = self.structure.unflatten(tensors)
-        side_effects.begin()
+        with side_effects.watching():
+            return self._results(args, kwargs, tensors, side_effects)
+
+    def _results(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], side_effects: SideEffects) -> list[Any]:
         buffers = AssignedBuffers(self.module)
         layouts = Layouts(self.module, tensors)
         self.fakes.begin()
@@ -219,11 +241,17 @@ def capture(
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
+        SideEffectError: forward changes Python state, of which nothing is left.
     """
     refuse_if_lacking()
     start = time.perf_counter()
     wrap = partial(_Wrapper, module, structure, side_effects, call_forward)
-    captured = _first_valid_capture(wrap, tensors, suggested, fixed_sizes, outside_is_input)
+    try:
+        captured = _first_valid_capture(wrap, tensors, suggested, fixed_sizes, outside_is_input)
+    except ORTModuleFallbackException as error:
+        side_effects.refuse_assignments(error)
+        raise
+    side_effects.refuse_assignments(captured)
     return replace(captured, took_ms=(time.perf_counter() - start) * 1e3)
 
 

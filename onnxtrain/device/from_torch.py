@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.capture import Captured, capture
-from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
+from onnxtrain.capture.effects.side_effects import AssignmentError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK
 from onnxtrain.capture.refusals import refuse_call, refuse_module
 from onnxtrain.capture.structure import flatten_call
@@ -112,8 +112,8 @@ def capture_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[s
         watch = SideEffects(module)
         try:
             captured = capture(module, structure, tensors, watch)
-        except SideEffectError:
-            watch.settle()  # a side effect that happens once, such as filling a cache, is done now
+        except AssignmentError:
+            watch.settle()  # artifacts are the graph of the later calls
             captured = capture(module, structure, tensors, SideEffects(module))
     _refuse_torch_only(captured)
     return captured

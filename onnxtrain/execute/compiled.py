@@ -100,18 +100,7 @@ class Compiled:
 
     def has_same_graph(self, captured: Captured) -> bool:
         """Whether the capture of another module has this unit's graph."""
-        own = self.captured
-        return (
-            self.units is None
-            and [(v.dtype, v.shape) for v in own.model.graph.inputs]
-            == [(v.dtype, v.shape) for v in captured.model.graph.inputs]
-            and own.sources == captured.sources
-            and (own.result_count, own.mutations, own.sizes)
-            == (captured.result_count, captured.mutations, captured.sizes)
-            and own.written_views == captured.written_views
-            and own.output == captured.output
-            and (own.stored_name == captured.stored_name != "" or own.guards.same_graph(captured.guards))
-        )
+        return self.units is None and self.captured.has_same_graph(captured)
 
     def for_module(self, captured: Captured, rerun: Rerun) -> Compiled:
         """This unit for another module, whose capture has the same graph; see `UnitBuilder` for `rerun`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ import torch
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.capture import Captured, ForwardCall, capture
-from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
+from onnxtrain.capture.effects.side_effects import AssignmentError, FirstCallError, SideEffectError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, is_capturing
 from onnxtrain.capture.guards.size_decisions import Example
 from onnxtrain.capture.kept_outputs import keep_outputs
@@ -118,6 +119,7 @@ def _no_guards(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
+_MOST_FIRST_CALLS = 4  # with one key, in which forward changes the module so that the next call is another graph
 _MOST_PATIENCE = 256  # making a fast path takes as long as a hundred calls without it
 
 
@@ -157,6 +159,7 @@ class Engine:
         self._recent: _Entry | None = None
         self._fast_path: FastPath = _always_missed
         self._newest: Compiled | None = None
+        self._first_calls: Counter[Any] = Counter()  # by key: in which forward changed the module
         self._warned: set[str] = set()
         self._in_pieces: Call | None = None
         self._cache = (
@@ -243,13 +246,14 @@ class Engine:
             last = self._recent if self._recent in entries else entries[-1]
             self._recaptures.count(last.state, self._calls)
         watch = SideEffects(self._module)
+        is_valid = True
         try:
             try:
                 entry = self._capture(key, tensors, structure, watch)
-            except SideEffectError:
-                # Make a change that forward makes only once; the second capture finds one that it makes again.
+            except AssignmentError as error:
                 watch.settle()
-                entry = self._capture(key, tensors, structure, SideEffects(self._module))
+                entry = self._capture_later_call(key, tensors, structure, error.outcome)
+                is_valid = self._is_same_graph(entry, error.outcome)
         except BaseException:
             watch.undo()
             raise
@@ -262,7 +266,32 @@ class Engine:
                     LOG.info("%s: %s", type(self._module).__name__, text)
             self._warn_of_strings(structure)
             self._report_operators(self.newest().captured)
+        if not is_valid:
+            watch.undo()
+            raise watch.first_call_error()
         return entry, [*self._read(entry.state), *tensors]
+
+    def _capture_later_call(
+        self, key: Any, tensors: list[torch.Tensor], structure: Structure, first: Captured | ORTModuleFallbackException
+    ) -> _Entry:
+        """Capture the module after the assignments of a first call, which was captured or failed as in `first`.
+
+        Raises:
+            SideEffectError: forward assigns again.
+        """
+        try:
+            return self._capture(key, tensors, structure, SideEffects(self._module))
+        except SideEffectError:
+            raise
+        except ORTModuleFallbackException as error:
+            raise (first if isinstance(first, ORTModuleFallbackException) else error) from None
+
+    def _is_same_graph(self, entry: _Entry, first: Captured | ORTModuleFallbackException) -> bool:
+        """Whether the first call is the same graph, at all sizes, as the later calls, which run by `entry`."""
+        if isinstance(first, ORTModuleFallbackException):
+            return False
+        assert entry.compiled is not None
+        return entry.compiled.captured.has_same_graph(keep_outputs(first, self._options.keep_outputs))
 
     def _refuse(self, tensors: Sequence[torch.Tensor]) -> None:
         refuse_module(self._module, hooks_run_outside=self._entry_point.in_torch is not None)
@@ -360,12 +389,14 @@ class Engine:
         Raises:
             ORTModuleFallbackException: the error, if the policy forbids a fallback.
         """
+        is_once = isinstance(error, FirstCallError) and self._first_calls[key] < _MOST_FIRST_CALLS
+        self._first_calls[key] += isinstance(error, FirstCallError)
         pieces = self._pieces(error, args, kwargs)
         fallback = self._fallback(error, pieces)
         if self._options.fallback_retry or isinstance(error, ChangingNumberError):  # each number has a key of its own
             return fallback
         entry = _Entry(ModuleState(self._module), None, pieces)
-        if isinstance(error, SideEffectError | ChangingStateError):
+        if isinstance(error, SideEffectError | ChangingStateError) and not is_once:
             entry.state.check = _any_state  # its state changes on every call
         return replace(fallback, key=key, entry=entry)
 
@@ -376,7 +407,8 @@ class Engine:
         if self._entry_point.pieces is None or not self._options.pieces:
             return None
         # generate() fills a cache: PyTorch is faster than finding pieces. Each piece would change a parameter again.
-        if isinstance(error, ChangedArgumentError | ChangedParameterError):
+        # Pieces of a module that changes would have to be found again.
+        if isinstance(error, ChangedArgumentError | ChangedParameterError | FirstCallError):
             return None
         try:
             self._refuse(flatten_call(args, kwargs)[0])

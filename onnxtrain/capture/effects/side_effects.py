@@ -1,16 +1,23 @@
 """Find Python side effects of forward, which a graph would not repeat.
 
-torch.export undoes assignments to a module's attributes, so attributes are compared as soon as forward has run. Some
-forwards change an attribute in the first call only (`if self.config.problem_type is None: …`): the change is kept, as
-the user's call would have made it, and the module is captured again. A forward that changes attributes in every call
-(`self.calls += 1`) is not captured: all changes are undone, and the call runs in PyTorch, which makes them. Globals
-that forward assigns are treated in the same way.
+torch.export undoes assignments to a module's attributes, so state is compared as soon as forward has run, and restored
+before the export goes on.
+
+* Some forwards assign to attributes in the first call only (`if self.config.problem_type is None: …`). The values are
+  assigned, as the user's call would have done, and the module is captured again. If the second graph is the same, the
+  call runs as a graph; if not (`if not self.ready: self.ready = True; self.scale.copy_(…)`), it runs in PyTorch.
+* A forward that assigns in every call (`self.calls += 1`) always runs in PyTorch, which does so.
+* A call in which forward adds, replaces or removes submodules or parameters runs in PyTorch, which initializes them.
+  The next call is captured.
+
+Globals that forward assigns are treated as attributes are.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,30 +26,67 @@ import torch
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.errors import CaptureError
 
-# PyTorch's own bookkeeping, which the capture replaces during the export.
-_MODULE_STATE = frozenset({"_parameters", "_buffers", "_modules"})
+# PyTorch's own bookkeeping. What forward may do to buffers is decided in `assigned_buffers.py`.
+_TABLES = ("_modules", "_parameters", "_buffers")
 # Recurrent layers cache their parameters here; the capture replaces the parameters, and with them these caches.
-_DERIVED = frozenset({"_flat_weights", "_flat_weight_refs"})
+_DERIVED = ("_flat_weights", "_flat_weight_refs")
+_IGNORED = frozenset({*_TABLES, *_DERIVED})
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _DEPTH = 4  # levels of nested objects and containers that are watched
+_REMOVED = object()  # the value of a removed key
 
 
 _Copy = tuple[str, Any, Any]  # path, container, copy of its contents
 
 
 class SideEffectError(CaptureError):
-    """Forward changed the module's Python state while it was captured."""
+    """Forward changes Python state, which a graph would not repeat."""
+
+
+class AssignmentError(SideEffectError):
+    """Forward assigns immutable values only, which `SideEffects.settle` assigns as well.
+
+    Attributes:
+        outcome: the capture of this call (`capture.Captured`), or the error if it cannot be captured.
+    """
+
+    outcome: Any = None
+
+
+class FirstCallError(SideEffectError):
+    """Forward changes the module so that later calls are another graph. This call runs in PyTorch."""
 
 
 @dataclass(frozen=True)
 class _Change:
-    """A change of `holder[key]` from `before` to `after`; `text` describes it to the user."""
+    """A change of `holder[key]` to `after`; `text` describes it to the user."""
 
     holder: Any
     key: Any
-    before: Any
     after: Any
     text: str
+
+    @property
+    def is_assignment(self) -> bool:
+        """Whether it assigns an immutable value to an attribute, an item of a dict or a global."""
+        return isinstance(self.holder, dict | _Globals) and isinstance(self.after, _IMMUTABLE)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The submodules, parameters or buffers that are registered in a module."""
+
+    items: dict[str, Any]
+    are_buffers: bool
+
+    def changes(self, path: str, before: dict[str, Any]) -> list[_Change]:
+        keys = dict.fromkeys((*before, *self.items))
+        values = [(key, before.get(key, _REMOVED), self.items.get(key, _REMOVED)) for key in keys]
+        return [
+            _Change(self, key, new, f"{_join(path, key)}: {_show(old)} → {_show(new)}")
+            for key, old, new in values
+            if old is not new
+        ]
 
 
 class _Globals(MutableMapping[str, Any]):
@@ -72,28 +116,38 @@ class _Globals(MutableMapping[str, Any]):
 
 
 class SideEffects:
-    """Watch the attributes of all submodules, the containers and plain objects in them, and globals.
-
-    `begin` and `check` run right before and after forward, inside the export, so that objects that the export itself
-    replaces (an LSTM's list of weights) do not count. `undo` restores the state at the time this object was created.
-    """
+    """Watch the attributes of all submodules, the containers and plain objects in them, and globals."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._globals = [(name, _Globals(scope, names)) for scope, name, names in Surroundings(module, None).writes]
-        self._changes: list[_Change] = []
         self._first = self._snapshot()
         self._before = self._first
+        self._changes: list[_Change] = []
 
-    def begin(self) -> None:
-        """Copy the state: forward is about to run."""
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Restore on exit the state at entry.
+
+        It is entered right before forward runs, inside the export, so that objects that the export itself replaces (an
+        LSTM's list of weights) do not count.
+        """
+        self._changes = []
         self._before = self._snapshot()
+        try:
+            yield
+        finally:
+            _restore(self._before)
 
     def _snapshot(self) -> list[_Copy]:
         copies: list[_Copy] = []
         seen: set[int] = set()
         for name, submodule in self._module.named_modules():
             self._copy(submodule.__dict__, name, copies, seen, _DEPTH)
+            for table in _TABLES:
+                items = submodule.__dict__[table]
+                if isinstance(items, dict):  # TorchScript's are views of its own tables, which do not change
+                    copies.append((name, _Table(items, are_buffers=table == "_buffers"), items.copy()))
         copies += [(f"global {name}", names, names.copy()) for name, names in self._globals]
         return copies
 
@@ -105,7 +159,7 @@ class SideEffects:
         copies.append((path, holder, holder.copy()))
         items = holder.items() if isinstance(holder, dict) else enumerate(holder)
         for key, value in list(items):
-            if key in _MODULE_STATE or key in _DERIVED or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+            if key in _IGNORED or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
                 continue
             inner = f"{path}.{key}" if path else str(key)
             if type(value) in (list, dict, set):
@@ -114,63 +168,98 @@ class SideEffects:
                 self._copy(value.__dict__, inner, copies, seen, depth - 1)
 
     def check(self) -> None:
-        """Compare the state with the copy.
+        """Compare the state with that at entry of `watching`.
 
         Raises:
-            SideEffectError: forward changed it.
+            FirstCallError: forward added, replaced or removed a submodule or parameter.
+            SideEffectError: forward changed something else that `settle` cannot assign.
         """
-        self._changes = [change for path, holder, before in self._before for change in _changes(path, holder, before)]
+        changes = [change for path, holder, before in self._before for change in _changes(path, holder, before)]
+        for change in changes:
+            if isinstance(change.holder, _Table) and not change.holder.are_buffers:
+                raise self._first_call_error(change)
+        changes = [change for change in changes if not isinstance(change.holder, _Table)]
+        if not all(change.is_assignment for change in changes):
+            raise SideEffectError(*self._problem(changes))
+        self._changes = changes
+
+    def refuse_assignments(self, outcome: Any) -> None:
+        """Refuse the capture of a forward that assigned values, which the graph would not.
+
+        Args:
+            outcome: the capture, or the error if it failed.
+
+        Raises:
+            AssignmentError: holds `outcome`.
+        """
         if self._changes:
-            raise SideEffectError(
-                f"forward changes Python state, which a graph would not repeat: {self._changes[0].text}",
-                where=type(self._module).__name__,
-                todo="keep the state in a registered buffer, and change the buffer in place",
-            )
+            error = AssignmentError(*self._problem(self._changes))
+            error.outcome = outcome
+            raise error
+
+    def first_call_error(self) -> FirstCallError:
+        """Return the error for a forward that computes something else once `settle` has made its assignments."""
+        return self._first_call_error(self._changes[0])
+
+    def _first_call_error(self, change: _Change) -> FirstCallError:
+        return FirstCallError(
+            "forward changes the module in this call, and later calls are another graph",
+            where=type(self._module).__name__,
+            got=change.text,
+            todo="this call runs in PyTorch, and the next one is captured",
+        )
+
+    def _problem(self, changes: Sequence[_Change]) -> tuple[Any, ...]:
+        problem = f"forward changes Python state, which a graph would not repeat: {changes[0].text}"
+        todo = "keep the state in a registered buffer, and change the buffer in place"
+        return problem, type(self._module).__name__, None, None, todo
 
     def settle(self) -> None:
-        """Keep the changes of forward if all assign immutable values to attributes or globals; else undo all."""
-        can_keep = all(
-            isinstance(change.after, _IMMUTABLE) and isinstance(change.holder, dict | _Globals)
-            for change in self._changes
-        )
-        self.undo()
-        if can_keep:
-            for change in self._changes:
-                change.holder[change.key] = change.after
+        """Assign what forward assigned."""
+        for change in self._changes:
+            change.holder[change.key] = change.after
 
     def undo(self) -> None:
         """Restore the state at the time this object was created."""
-        for _, holder, before in self._first:
-            if not any(_changes("", holder, before)):
-                continue
-            if isinstance(holder, list):
-                holder[:] = before
-            elif isinstance(holder, set):
-                holder.clear()
-                holder.update(before)
-            else:
-                for key in holder.keys() - before.keys():
-                    del holder[key]
-                holder.update({k: v for k, v in before.items() if k not in _MODULE_STATE})
+        _restore(self._first)
+
+
+def _restore(copies: Sequence[_Copy]) -> None:
+    for _, holder, before in copies:
+        if not _changes("", holder, before):
+            continue
+        if isinstance(holder, list):
+            holder[:] = before
+        elif isinstance(holder, set):
+            holder.clear()
+            holder.update(before)
+        elif isinstance(holder, _Table):
+            holder.items.clear()
+            holder.items.update(before)
+        else:
+            for key in holder.keys() - before.keys():
+                del holder[key]
+            holder.update({k: v for k, v in before.items() if k not in _TABLES})
 
 
 def _changes(path: str, holder: Any, before: Any) -> list[_Change]:
     """Return the items that are neither the same object as before nor an equal immutable value."""
+    if isinstance(holder, _Table):
+        return holder.changes(path, before)
     if isinstance(holder, dict | _Globals):
-        ignored = _MODULE_STATE | _DERIVED
-        keys = [key for key in (*before, *(k for k in holder if k not in before)) if key not in ignored]
-        items = [(key, before.get(key), holder.get(key)) for key in keys]
+        keys = [key for key in (*before, *(k for k in holder if k not in before)) if key not in _IGNORED]
+        items = [(key, before.get(key, _REMOVED), holder.get(key, _REMOVED)) for key in keys]
         return [
-            _Change(holder, key, old, new, f"{_join(path, key)}: {_show(old)} → {_show(new)}")
+            _Change(holder, key, new, f"{_join(path, key)}: {_show(old)} → {_show(new)}")
             for key, old, new in items
-            if (key in before) != (key in holder) or not _is_unchanged(old, new)
+            if not _is_unchanged(old, new)
         ]
     is_unchanged = len(holder) == len(before) and (
         {id(v) for v in holder} == {id(v) for v in before}
         if isinstance(holder, set)
         else all(_is_unchanged(a, b) for a, b in zip(before, holder, strict=True))
     )
-    return [] if is_unchanged else [_Change(holder, None, before, list(holder), f"the content of {path}")]
+    return [] if is_unchanged else [_Change(holder, None, list(holder), f"the content of {path}")]
 
 
 def _is_unchanged(before: Any, after: Any) -> bool:
@@ -184,4 +273,6 @@ def _join(path: str, key: Any) -> str:
 
 
 def _show(value: Any) -> str:
+    if value is _REMOVED:
+        return "absent"
     return repr(value) if isinstance(value, _IMMUTABLE) else f"a {type(value).__name__}"

@@ -1,0 +1,318 @@
+"""After a call in which forward changes its module, the module, results and generator are as in eager."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onnxtrain import FallbackPolicy, ORTModule
+from onnxtrain.capture.effects.side_effects import FirstCallError
+from tests.zoo.checks import compared, count_captures
+from tests.zoo.entry import Call, Draw, ZooModel, mean_square
+
+WIDTH = 6
+SIZES = ((3, 0), (3, 0), (5, 0), (1, 0))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.is_ready = False
+
+
+def linear_for(x: torch.Tensor) -> nn.Linear:
+    """A layer with the same random values in float32 and float64."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    return layer.double() if x.dtype == torch.float64 else layer
+
+
+# Forwards that create parts of the module
+
+
+class CreatesSubmodule(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.projection is None:
+            self.projection = linear_for(x)
+        return F.dropout(self.projection(self.inner(x)), 0.3)  # type: ignore[misc]
+
+
+class CreatesRegisteredSubmodule(CreatesSubmodule):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.projection
+        self.register_module("projection", None)
+
+
+class Appends(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.layers) < 2:
+            self.layers.append(linear_for(x))
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.2)
+        return x
+
+
+class CreatesParameter(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("scale", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = nn.Parameter(torch.randn(WIDTH).to(x.dtype))
+        return F.dropout(self.inner(x) * self.scale, 0.5)  # type: ignore[operator]
+
+
+class ReplacesParameter(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.inner.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).to(x.dtype))
+            self.is_ready = True
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class RemovesParameter(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inner.bias is not None:
+            self.inner.bias = None
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class CreatesBuffer(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.register_buffer("noise", torch.randn(WIDTH).to(x.dtype))
+            self.is_ready = True
+        return F.dropout(self.inner(x) * self.noise, 0.5)  # type: ignore[operator]
+
+
+class Tripled(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(3 * self.inner(x), 0.5)
+
+
+class Switches(Base):
+    """As BigBird does for short inputs: another class of attention, with the weights of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention: nn.Module = Base()
+        self.kind = "sparse"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "sparse":
+            self.kind = "full"
+            full = Tripled()
+            full.inner = self.attention.inner
+            self.attention = full
+        return self.attention(self.inner(x))  # type: ignore[no-any-return]
+
+
+class SwitchesBySubmodule(Switches):
+    """No attribute but the submodule changes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(self.attention) is Base:
+            full = Tripled()
+            full.inner = self.attention.inner
+            self.attention = full
+        return self.attention(self.inner(x))  # type: ignore[no-any-return]
+
+
+# Forwards whose first call computes something else
+
+
+class Scales(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.is_ready = True
+            return 2 * self.inner(x)  # type: ignore[no-any-return]
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Samples(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.is_ready = True
+            torch.rand(3)
+        return F.dropout(self.inner(x), 0.5)
+
+
+class InitializesParameter(Base):
+    """As the ActNorm of normalizing flows: a shift by the mean of the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+            self.is_ready = True
+        return self.inner(x + self.shift)  # type: ignore[no-any-return]
+
+
+class InitializesBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.shift.copy_(-x.detach().mean(0))
+            self.is_ready = True
+        return self.inner(x + self.shift)  # type: ignore[no-any-return]
+
+
+class BranchesOnElement(Base):
+    """The export runs forward twice, because it branches on an element of x."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 1 if self.is_ready else 2
+        self.is_ready = True
+        return self.inner(x) * factor if x.numel() > 0 and bool(x.isfinite().all()) else self.inner(x)  # type: ignore[no-any-return]
+
+
+def features(draw: Draw, batch: int, length: int) -> Call:
+    return Call((draw.floats(batch, WIDTH, grad=True),))
+
+
+def model(build: type[nn.Module], falls_back: str | None) -> ZooModel:
+    return ZooModel(build.__name__, build, features, mean_square, falls_back=falls_back)
+
+
+ONCE = (
+    *(CreatesSubmodule, CreatesRegisteredSubmodule, Appends, CreatesParameter, ReplacesParameter, RemovesParameter),
+    *(Switches, SwitchesBySubmodule, Scales, Samples, InitializesParameter, InitializesBuffer, BranchesOnElement),
+)
+
+
+@pytest.mark.parametrize(
+    ("build", "warning"),
+    [
+        *((build, "forward changes the module in this call") for build in ONCE),
+        (CreatesBuffer, "forward replaces a buffer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_first_call_runs_in_pytorch_and_later_ones_as_a_graph(build: type[nn.Module], warning: str) -> None:
+    with compared(model(build, warning)) as compare:
+        for size in SIZES:
+            compare.train(*size)
+        assert count_captures(compare.got.run) == 1
+        ours, eager, _ = ({k: type(v) for k, v in side.module.state_dict().items()} for side in compare.sides())
+        assert ours == eager
+
+
+class Notes(Base):
+    """The first call is the same graph as later ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.is_ready = True
+        return F.dropout(self.inner(x), 0.5, self.training)
+
+
+def test_a_first_call_that_is_the_same_graph_is_captured() -> None:
+    with compared(model(Notes, None)) as compare:
+        for size in SIZES:
+            compare.train(*size)
+        assert all(side.module.is_ready for side in compare.sides())
+
+
+class Grows(Appends):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers.append(linear_for(x))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_forward_that_changes_the_module_in_every_call_is_not_exported_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exports = 0
+    export = torch.export.export
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal exports
+        exports += 1
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    with compared(model(Grows, "forward changes the module in this call")) as compare:
+        for _ in range(8):
+            compare.train(3, 0)
+    assert exports == 5
+    assert len(compare.got.module.layers) == 9
+
+
+def test_a_module_may_be_made_ready_again() -> None:
+    with compared(model(Scales, "forward changes the module in this call")) as compare:
+        for is_ready in (False, True, False, True):
+            for side in compare.sides():
+                side.module.is_ready = is_ready
+            compare.train(3, 0)
+        assert count_captures(compare.got.run) == 1
+
+
+FACTOR = 2
+
+
+class AssignsGlobal(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global FACTOR
+        factor, FACTOR = FACTOR, 1
+        return factor * self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_a_global_that_forward_assigns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 2)
+    module = ORTModule(AssignsGlobal())
+    x = torch.randn(3, WIDTH)
+    with pytest.warns(UserWarning, match="FACTOR: 2 → 1"):
+        first = module(x)
+    assert FACTOR == 1
+    torch.testing.assert_close(first, 2 * module(x))
+    assert count_captures(module) == 1
+
+
+def test_without_fallback_the_module_is_left_as_it_was() -> None:
+    module = CreatesRegisteredSubmodule()
+    wrapped = ORTModule(module, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    with pytest.raises(FirstCallError, match=r"projection: None → a Linear"):
+        wrapped(torch.randn(3, WIDTH))
+    assert module.projection is None
+    assert [*module._modules] == ["inner", "projection"]
+
+
+@pytest.mark.parametrize("build", [Scales, Notes], ids=lambda build: build.__name__)
+def test_a_first_call_with_stored_captures(build: type[nn.Module], tmp_path: Path) -> None:
+    x = torch.randn(3, WIDTH)
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = build().eval()
+        expected = [module(x), module(x)]
+        module.is_ready = False
+        wrapped = ORTModule(module, cache_dir=tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for result in expected:
+                torch.testing.assert_close(wrapped(x), result)
