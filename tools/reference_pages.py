@@ -18,7 +18,11 @@ from onnxtrain import cli, errors
 from onnxtrain.cli import ops as ops_command
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.ops import FROM_TORCH, OPS
-from onnxtrain.ops.unsupported import (
+from onnxtrain.options import JSON_VARIABLE, PROCESS_VARIABLES, Knob, knobs
+from onnxtrain.options.former import FORMER, FormerOption
+from onnxtrain.options.json_file import KEYS
+from onnxtrain.options.without_effect import JSON_KEYS, VARIABLES
+from tools.unsupported import (
     ONNX_OPERATORS,
     PYTORCH_AT_RUN_TIME,
     PYTORCH_OPERATORS,
@@ -27,10 +31,6 @@ from onnxtrain.ops.unsupported import (
     TRAINING_OPERATORS,
     TRAINING_SIGNATURES,
 )
-from onnxtrain.options import JSON_VARIABLE, PROCESS_VARIABLES, Knob, knobs
-from onnxtrain.options.former import FORMER, FormerOption
-from onnxtrain.options.json_file import KEYS
-from onnxtrain.options.without_effect import JSON_KEYS, VARIABLES
 
 PACKAGE = Path(cli.__file__).parent.parent
 

@@ -1,11 +1,11 @@
-"""Every operator of ONNX and of ONNX Runtime Training has a definition, or a reason in ops/unsupported.py."""
+"""Every operator of ONNX and of ONNX Runtime Training has a definition, or a reason in tools/unsupported.py."""
 
 import onnx
 import pytest
 import torch
 
 from onnxtrain.ops import FROM_TORCH, NOT_DIFFERENTIABLE, OPS
-from onnxtrain.ops.unsupported import (
+from tools.unsupported import (
     ONNX_OPERATORS,
     PYTORCH_OPERATORS,
     PYTORCH_USES,
@@ -56,12 +56,12 @@ TRAINING = words("""
 def test_every_onnx_operator_has_a_definition_or_a_reason() -> None:
     names = {s.name for s in onnx.defs.get_all_schemas() if s.domain == "" and not s.deprecated}
     missing = {n for n in names if ("", n) not in OPS and n not in ONNX_OPERATORS}
-    assert not missing, f"define these, or add the reason to ops/unsupported.py: {sorted(missing)}"
+    assert not missing, f"define these, or add the reason to tools/unsupported.py: {sorted(missing)}"
 
 
 def test_every_training_operator_has_a_definition_or_a_reason() -> None:
     missing = {n for n in TRAINING if ("com.microsoft", n) not in OPS and n not in TRAINING_OPERATORS}
-    assert not missing, f"define these, or add the reason to ops/unsupported.py: {sorted(missing)}"
+    assert not missing, f"define these, or add the reason to tools/unsupported.py: {sorted(missing)}"
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -1,6 +1,6 @@
 """PyTorch's operator database: how each differentiable operator is captured, and that its values are eager's.
 
-`ops/unsupported.py`, and with it the reference page of operators, has the reason why an operator is not native, falls
+`tools/unsupported.py`, and with it the reference page of operators, has the reason why an operator is not native, falls
 back, or takes its gradient at run time.
 
 A fixed sample always runs, the whole database with --slow. `python -m tests.ops.op_db_sweep` prints the counts.
@@ -9,9 +9,9 @@ A fixed sample always runs, the whole database with --slow. `python -m tests.ops
 import pytest
 from torch.testing._internal.opinfo.core import OpInfo
 
-from onnxtrain.ops.unsupported import PYTORCH_AT_RUN_TIME, PYTORCH_OPERATORS, PYTORCH_RUNS, PYTORCH_USES
 from tests.ops.op_db_sweep import Form, check_operator, differentiable, full_name
 from tests.torch_version import needs_torch
+from tools.unsupported import PYTORCH_AT_RUN_TIME, PYTORCH_OPERATORS, PYTORCH_RUNS, PYTORCH_USES
 
 OPERATORS = {full_name(op): op for op in differentiable()}
 
@@ -63,4 +63,4 @@ def test_all(op: OpInfo) -> None:
     assert outcome.form != Form.FAILED, outcome.error
     assert outcome.form < Form.RUN_TIME or name in PYTORCH_AT_RUN_TIME, outcome.reasons
     unlisted = {o.removeprefix("aten::") for o in outcome.operators} - PYTORCH_OPERATORS.keys() - PYTORCH_USES.keys()
-    assert not unlisted, f"add the reason why these stay ATen nodes to ops/unsupported.py: {sorted(unlisted)}"
+    assert not unlisted, f"add the reason why these stay ATen nodes to tools/unsupported.py: {sorted(unlisted)}"

@@ -28,7 +28,6 @@ from onnxtrain.capture.functionalize.autocast import (
 )
 from onnxtrain.capture.functionalize.views import is_undeclared_view
 from onnxtrain.ops import FROM_TORCH
-from onnxtrain.ops.unsupported import CHECKS
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.decompositions import (
     all_composites,
@@ -44,7 +43,7 @@ DecompositionTable = dict[Any, Callable[..., Any]]
 
 
 # torch 2.11 drops checks of linear algebra as dead code: the inverse of a singular matrix was silently NaN.
-for _name in CHECKS:
+for _name in ("_assert_async", "_linalg_check_errors"):
     has_side_effect(getattr(torch.ops.aten, _name).default)
 
 
