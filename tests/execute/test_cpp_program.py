@@ -27,8 +27,9 @@ from onnxtrain.execute.program import Program, Run
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.native import Library
 from onnxtrain.native.compiler import has_torch_headers
-from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
+from onnxtrain.testing import assert_no_worse_than_eager
 from tests.limits import WAIT_LIMIT_S
+from tests.op_case import CaseCheck, OpCase
 
 pytestmark = pytest.mark.compiler
 

@@ -25,9 +25,10 @@ from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, S
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.definition import Call, Kernel
 from onnxtrain.ops.matmul import compiled_gemm
-from onnxtrain.testing import CaseCheck, OpCase, Spec, assert_no_worse_than_eager
+from onnxtrain.testing import assert_no_worse_than_eager
 from tests.limits import WAIT_LIMIT_S
 from tests.machines import Describe
+from tests.op_case import CaseCheck, OpCase, Spec
 
 # Times
 

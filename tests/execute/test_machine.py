@@ -25,8 +25,8 @@ from onnxtrain.ops.recurrent import layer_kernels
 from onnxtrain.ops.recurrent.cells import GRU, LSTM
 from onnxtrain.system import machine as facts
 from onnxtrain.system.machine import Machine, current_machine
-from onnxtrain.testing import CaseCheck, OpCase, Spec
 from tests.machines import MACHINES, REAL, Describe, limited
+from tests.op_case import CaseCheck, OpCase, Spec
 from tests.ops.cases_convolution import conv, geometry
 
 every_machine = pytest.mark.parametrize("name", MACHINES)

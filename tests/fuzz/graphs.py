@@ -35,7 +35,7 @@ from onnxtrain.plan.cut import cut
 from onnxtrain.plan.differentiation import Differentiation, unoptimized_joint
 from onnxtrain.plan.memory_plan import plan_memory
 from onnxtrain.plan.storage import bind_symbols
-from onnxtrain.testing import Oracle, run_model
+from tests.op_case import Oracle, run_model
 
 BATCH = "b"  # the symbolic dimension
 _LENGTHS = (3, 5, 1, 0)  # its sizes

@@ -11,7 +11,8 @@ import torch
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.values import ATEN
-from onnxtrain.testing import Spec, assert_no_worse_than_eager
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.op_case import Spec
 from tests.torch_version import most_captures
 
 # The first sizes are captured, the others run on the same capture.

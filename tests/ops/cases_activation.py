@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain.graph.values import MICROSOFT, OWN
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

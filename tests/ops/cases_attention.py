@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 SIZES = [
     {"b": 2, "h": 3, "l": 5, "s": 4, "e": 8},

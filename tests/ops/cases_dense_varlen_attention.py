@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 from tests.ops.cases_attention import softmax
 from tests.ops.cases_keyed_dropout import KEY, keyed_samples
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 _SIZES = [
     dict(zip("bhijk", s, strict=True)) for s in ((2, 3, 4, 5, 6), (1, 1, 1, 1, 1), (3, 1, 7, 2, 1), (2, 3, 0, 5, 4))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from onnxtrain.graph.values import MICROSOFT, OWN
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 FLOATS = torch.float32, torch.float64
 

@@ -2,7 +2,7 @@
 
 import torch.nn.functional as F
 
-from onnxtrain.testing import OpCase, SizesOf, Spec
+from tests.op_case import OpCase, SizesOf, Spec
 
 SIZES = [{"n": 2, "h": 7, "w": 6}, {"n": 1, "h": 4, "w": 5}]
 UNPADDED = {"kernel_shape": [2, 3]}

@@ -6,7 +6,7 @@ import bitsandbytes  # noqa: F401  # so that its kernels are candidates
 import torch
 
 from onnxtrain.ops.quantization.four_bit_matmul import LEVELS
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 
 def weight(b: Any, scale: Any, n: int, k: int, block: int, quant_type: int) -> Any:

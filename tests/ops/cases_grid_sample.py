@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 TORCH = {"linear": "bilinear", "nearest": "nearest", "cubic": "bicubic"}
 SIZES = [

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.testing import OpCase, SizesOf, Spec
+from tests.op_case import OpCase, SizesOf, Spec
 
 OWN, MS = "onnxtrain", "com.microsoft"
 INT = torch.int64

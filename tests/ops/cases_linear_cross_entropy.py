@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 from tests.ops.cases_loss import IGNORED, WEIGHTS, labels
 
 SIZES = [{"n": 5, "h": 3}, {"n": 1, "h": 1}, {"n": 9, "h": 2}, {"n": 0, "h": 3}, {"n": 200, "h": 5}]

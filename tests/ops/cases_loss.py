@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 IGNORED = 2  # one of the classes: ignore_index may be a valid class
 SIZES = [{"n": 5, "d": 3}, {"n": 1, "d": 1}, {"n": 9, "d": 2}, {"n": 0, "d": 3}]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 
 def _fused(transposed: str, alpha: float = 1.0):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 EPS = 2.0**-15
 FLOAT = torch.float32  # ONNX's LayerNormalization does not support double

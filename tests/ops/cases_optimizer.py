@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from onnxtrain.graph.values import OWN
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 BETAS = (0.875, 0.75)
 BETA_ATTRIBUTES = {"beta1": BETAS[0], "beta2": BETAS[1]}

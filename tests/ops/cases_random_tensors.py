@@ -2,7 +2,7 @@
 
 import torch
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 HALF = torch.float16
 

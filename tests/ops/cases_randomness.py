@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 
 def _dropout(ratio: float, training: bool):

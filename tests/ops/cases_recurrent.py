@@ -14,7 +14,7 @@ from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.recurrent import layer_kernels, onnx_layer_kernels
 from onnxtrain.ops.recurrent.cells import CELLS
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 Tensor = torch.Tensor
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.functional import vjp
 
 from onnxtrain.graph.values import OWN
-from onnxtrain.testing import OpCase, SizesOf, Spec
+from tests.op_case import OpCase, SizesOf, Spec
 
 
 def ties(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

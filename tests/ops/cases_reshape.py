@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.testing import OpCase, SizesOf, Spec
+from tests.op_case import OpCase, SizesOf, Spec
 
 OWN, MS = "onnxtrain", "com.microsoft"
 TO_LAST, TO_FIRST = 2**63 - 1, -(2**63)  # as ends of slices: including the last or first element

@@ -9,7 +9,7 @@ import onnx
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.testing import OpCase, SizesOf, Spec
+from tests.op_case import OpCase, SizesOf, Spec
 
 DIMS = {1: "n c p", 2: "n c p q", 3: "n c p q r"}
 SIZES = [{"n": 2, "c": 3, "p": 5, "q": 4, "r": 3}, {"n": 1, "c": 1, "p": 7, "q": 1, "r": 6}]

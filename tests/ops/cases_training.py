@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain.graph.values import MICROSOFT
-from onnxtrain.testing import OpCase, Spec
+from tests.op_case import OpCase, Spec
 
 
 def gradient_of(function: Any) -> Any:

@@ -8,11 +8,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from onnxtrain import testing
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Kernel
 from onnxtrain.ops.native_kernels import NOTE
-from onnxtrain.testing import OpCase
+from tests import op_case
+from tests.op_case import OpCase
 
 
 def compiled(node: ir.Node, device: str) -> Kernel:
@@ -23,7 +23,7 @@ def compiled(node: ir.Node, device: str) -> Kernel:
 
 def let_cases_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow compiled C++ kernels for the nodes of all cases."""
-    original = testing.case_graph
+    original = op_case.case_graph
 
     def with_native_kernels(case: OpCase, dtype: torch.dtype) -> Any:
         model = original(case, dtype)
@@ -31,4 +31,4 @@ def let_cases_compile(monkeypatch: pytest.MonkeyPatch) -> None:
             node.metadata_props[NOTE] = "on"
         return model
 
-    monkeypatch.setattr(testing, "case_graph", with_native_kernels)
+    monkeypatch.setattr(op_case, "case_graph", with_native_kernels)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 
 

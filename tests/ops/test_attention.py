@@ -11,7 +11,8 @@ from onnxtrain.errors import GraphError
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops import builder
 from onnxtrain.ops.attention.flash import _runs_flash, attention, attention_backward
-from onnxtrain.testing import Spec, assert_no_worse_than_eager
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.op_case import Spec
 from tests.ops.captures import FunctionModule, check_capture
 
 HEADS, WIDTH = 3, 8

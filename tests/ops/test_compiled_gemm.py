@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from onnxtrain import testing
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.matmul.compiled_gemm import LIBRARY, gemm
 from onnxtrain.ops.native_kernels import NOTE
 from onnxtrain.system.machine import current_machine
-from onnxtrain.testing import CaseCheck, assert_no_worse_than_eager
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests import op_case
+from tests.op_case import CaseCheck
 from tests.ops import cases_matmul
 from tests.ops.compiled_candidates import compiled, let_cases_compile
 from tests.ops.test_compiled_kernels import counting
@@ -116,7 +117,7 @@ def test_other_strides_run_pytorchs_kernel(calls: Counter[str]) -> None:
 
 def test_only_wide_outputs_are_tried() -> None:
     [case] = [c for c in cases_matmul.CASES if c.name == "Linear"][:1]
-    [node] = testing.case_graph(case, torch.float32).graph
+    [node] = op_case.case_graph(case, torch.float32).graph
     node.metadata_props[NOTE] = "on"
     definition, machine = definition_of(node), current_machine()
     kernel, view = compiled(node, "cpu"), definition.view(node)

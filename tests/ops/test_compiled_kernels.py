@@ -27,8 +27,9 @@ from onnxtrain.ops.norm import rms_norm_kernels
 from onnxtrain.ops.random import keyed_bits, relu_dropout
 from onnxtrain.ops.recurrent import compiled_lstm, layer_kernels
 from onnxtrain.ops.recurrent.cells import LSTM
-from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
+from onnxtrain.testing import assert_no_worse_than_eager
 from tests.machines import Describe
+from tests.op_case import CaseCheck, OpCase
 from tests.ops import (
     cases_activation,
     cases_attention,

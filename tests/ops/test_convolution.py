@@ -9,7 +9,7 @@ from torch import nn
 from onnxtrain.errors import GraphError
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain import ORTModule
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 
 SIZES = ({"b": 3, "i": 4, "j": 5, "k": 6}, {"b": 2, "i": 4, "j": 7, "k": 6}, {"b": 1, "i": 2, "j": 5, "k": 6})

@@ -10,7 +10,7 @@ import torch
 from onnxtrain import ORTModule
 from onnxtrain.ops import OPS
 from onnxtrain.ops.definition import OpDef
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import FunctionModule, check_capture
 
 POSITIVE = Spec("b s h", low=0.2, high=2.0)

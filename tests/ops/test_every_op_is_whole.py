@@ -17,7 +17,7 @@ from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.graph.values import ATEN, MICROSOFT, OWN
 from onnxtrain.ops import OPS, definition_of, lookup
 from onnxtrain.ops.definition import Kernel
-from onnxtrain.testing import CaseCheck, OpCase
+from tests.op_case import CaseCheck, OpCase
 
 CASES: list[OpCase] = [
     case

@@ -2,7 +2,7 @@
 
 import torch.nn.functional as F
 
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import ops_of
 

@@ -15,7 +15,7 @@ from onnxtrain.ops.quantization.four_bit_matmul import (
     bnb_matmul_transposed,
     dequantize_and_matmul,
 )
-from onnxtrain.testing import CaseCheck, run_model
+from tests.op_case import CaseCheck, run_model
 from tests.ops.cases_four_bit import CASES, case
 
 

@@ -20,7 +20,7 @@ from onnxtrain.graph.verify import verify
 from onnxtrain.ops import NOT_DIFFERENTIABLE, lookup
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.dtypes import TORCH_DTYPES
-from onnxtrain.testing import CaseCheck, OpCase, case_graph, run_model
+from tests.op_case import CaseCheck, OpCase, case_graph, run_model
 from tests.ops.test_every_op_is_whole import CASES
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch.nn.functional as F
 
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 
 SIZES = [{"n": 2, "h": 5, "w": 4, "p": 3}, {"n": 1, "h": 7, "w": 6, "p": 5}]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onnxtrain.testing import CaseCheck, OpCase
+from tests.op_case import CaseCheck, OpCase
 from tests.ops.test_every_op_is_whole import CASES
 
 # Their statistics stay float32, which these cases do not support. See tests/ops/test_attention.py and test_norm.py.

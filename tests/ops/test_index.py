@@ -12,7 +12,7 @@ from onnxtrain.errors import UnsupportedOperatorError
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import FROM_TORCH, builder
 from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 
 Function = Callable[..., Any]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain import ORTModule
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
 from tests.torch_version import needs_torch

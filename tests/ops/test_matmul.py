@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from onnxtrain.ops.matmul import is_exact_attribute, rows_times_matrix
 from onnxtrain.ops.matmul.linear import linear
-from onnxtrain.testing import CaseCheck, Spec, assert_no_worse_than_eager, run_model
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.op_case import CaseCheck, Spec, run_model
 from tests.ops.captures import check_capture
 from tests.ops.cases_matmul import CASES, FULL
 

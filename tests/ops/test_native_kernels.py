@@ -6,7 +6,7 @@ import torch
 
 from onnxtrain.graph.values import ONNX
 from onnxtrain.ops import definition_of, view
-from onnxtrain.testing import CaseCheck, OpCase, run_model
+from tests.op_case import CaseCheck, OpCase, run_model
 from tests.ops.cases_onnx_models import CASES
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from onnxtrain import ORTModule
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
 

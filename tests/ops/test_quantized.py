@@ -8,7 +8,7 @@ from onnx import TensorProto, helper
 
 from onnxtrain import ORTModule
 from onnxtrain.ops.quantization.fake_quantize import dequantize, fake_quantize, quantize
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import ops_of
 

@@ -9,7 +9,7 @@ from onnxtrain.autodiff import differentiate
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.random.dropout import dropout, dropout_of_dynamic_ratio, fast_dropout
-from onnxtrain.testing import case_graph, run_model
+from tests.op_case import case_graph, run_model
 from tests.ops.captures import FunctionModule
 from tests.ops.cases_randomness import CASES
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import SIZES, check_capture
 from tests.ops.cases_reduce import rows_of_minus_inf, ties
 from tests.torch_version import needs_torch

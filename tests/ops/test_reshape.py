@@ -13,7 +13,7 @@ from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import FROM_TORCH, OPS, builder, view
 from onnxtrain.ops.reshape.shape import factored
 from onnxtrain.ops.symbolic_ints import known_ints
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 
 Function = Callable[..., Any]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain.ops.softmax.softmax import safe_softmax
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 
 

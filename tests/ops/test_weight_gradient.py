@@ -18,7 +18,8 @@ from onnxtrain.execute.kernel_choice.stored import file_of, load
 from onnxtrain.execute.kernel_choice.times import SAMPLES, Answer
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients, weight_gradient
-from onnxtrain.testing import CaseCheck, OpCase, assert_no_worse_than_eager
+from onnxtrain.testing import assert_no_worse_than_eager
+from tests.op_case import CaseCheck, OpCase
 from tests.ops import cases_convolution
 from tests.ops.compiled_candidates import compiled, let_cases_compile
 from tests.ops.test_compiled_kernels import counting

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.report import Refusal
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import FunctionModule, check_capture
 from tests.zoo import huggingface
 from tests.zoo.checks import Comparison, Result, compare_named

@@ -15,7 +15,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import FunctionModule, check_capture
 
 X, ROW = Spec("b s 6"), Spec("6")

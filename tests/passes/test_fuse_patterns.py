@@ -17,7 +17,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.onnx_file import without_case_suffix
 from onnxtrain.passes.fuse_patterns import REWRITES, register
 from onnxtrain.passes.patterns import Match, Rewrite, Var, op
-from onnxtrain.testing import Spec
+from tests.op_case import Spec
 from tests.ops.captures import check_capture
 from tests.passes.test_fuse_attention import FUSED, LAYERS
 from tests.zoo import huggingface
