@@ -93,7 +93,6 @@ def define_unary(
     flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
     host_eval: Callable[..., Any] | None = None,
     preferred_kernels: tuple[Kernel, ...] = (),
-    cpp_expression: str = "",
 ) -> OpDef:
     """Define y = f(x), elementwise, in x's type.
 
@@ -125,7 +124,6 @@ def define_unary(
             aliases={},
             flops=flops,
             host_eval=host_eval,
-            cpp_expression=cpp_expression,
         )
     )
     IMAGES.register(op, Images(frozenset({"x", "y"})))
@@ -155,8 +153,6 @@ def define_binary(
     ort_compatible: Callable[[NodeView], bool] | None = None,
     accepts_scalars: bool = False,
     lower: Callable[..., Call] | None = None,
-    commutative: bool = False,
-    cpp_expression: str = "",
 ) -> OpDef:
     """Define y = f(a, b), elementwise with broadcasting. `gradient` is (op, n, dy) -> (da, db).
 
@@ -188,8 +184,6 @@ def define_binary(
             aliases={},
             flops=elementwise_flops,
             host_eval=_on_host(host_eval) if host_eval else None,
-            commutative=commutative,
-            cpp_expression=cpp_expression,
         )
     )
     IMAGES.register(op, Images(frozenset({"a", "b", "y"})))

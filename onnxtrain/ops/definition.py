@@ -329,15 +329,12 @@ class OpDef:
         replay: see Replay; None for an op that is not random, or whose outputs must be kept.
         is_repeatable: from the node, whether running it again gives the same outputs and does nothing else, although
             the op has effects.
-        commutative: whether its two inputs may be swapped.
         static_shape_inputs: inputs whose sizes decide how the body is written: a function of the op is valid for these
             sizes alone.
         preserves_elements: whether its output has the elements of its first input in the same order; shape and element
             type may differ.
         moved_inputs: inputs whose elements its outputs hold unchanged, each at most once.
         scalar_factor: from the node, see ScalarFactor; None if no scalar factor can move through the op.
-        cpp_expression: for an elementwise op, its C++ on elements `{0}`, `{1}`, which propagates NaN as PyTorch does;
-            "": none. Small programs are compiled from these expressions into one call.
     """
 
     domain: str
@@ -364,12 +361,10 @@ class OpDef:
     object_outputs: frozenset[str] = frozenset()
     replay: Replay | None = None
     is_repeatable: Callable[[ir.Node], bool] = lambda node: False
-    commutative: bool = False
     static_shape_inputs: frozenset[str] = frozenset()
     preserves_elements: bool = False
     moved_inputs: frozenset[str] = frozenset()
     scalar_factor: Callable[[NodeView], ScalarFactor | None] | None = None
-    cpp_expression: str = ""
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)

@@ -23,6 +23,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, dtype_of, is_float
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.elementwise.arithmetic import number_of
+from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
 
 _RELATIVE_TOLERANCE = 1e-6  # between a constant and the number in a pattern: about float32's precision
 
@@ -148,7 +149,7 @@ def _match_node(pattern: Op, value: ir.Value, partial: Match) -> Iterator[Match]
         return
     extended = Match(partial.values, partial.numbers, (*partial.nodes, node))
     yield from _match_inputs(inputs, node.inputs, extended)
-    if len(inputs) == 2 and definition_of(node).commutative:
+    if len(inputs) == 2 and node in COMMUTATIVE:
         yield from _match_inputs(inputs, tuple(reversed(node.inputs)), extended)
 
 

@@ -19,7 +19,6 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
 from onnxtrain.execute.cpp_program import program as cpp_program
-from onnxtrain.execute.cpp_program.arrays import UnsupportedError
 from onnxtrain.execute.cpp_program.call import ENTRY, Call, compiled_call, python_call
 from onnxtrain.execute.cpp_program.source import NAME, Function, emit_function
 from onnxtrain.execute.cpp_program.static_graph import StaticGraph, static_graph
@@ -27,6 +26,7 @@ from onnxtrain.execute.program import Program, Run
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.native import Library
 from onnxtrain.native.compiler import has_torch_headers
+from onnxtrain.ops.interfaces.cpp import UnsupportedError
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.limits import WAIT_LIMIT_S
 from tests.op_case import CaseCheck, OpCase

@@ -14,7 +14,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.execute.cpp_program.arrays import Shape, strides_of
 from onnxtrain.execute.cpp_program.source import Function
 from onnxtrain.execute.cpp_program.static_graph import StaticGraph
 from onnxtrain.execute.program import Run
@@ -22,6 +21,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.native import Library
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.cpp import Shape, strides_of
 from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat import dispatch
 from onnxtrain.torch_compat.tensors import empty_strided_cpu

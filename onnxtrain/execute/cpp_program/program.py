@@ -19,7 +19,6 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.errors import GraphError
-from onnxtrain.execute.cpp_program.arrays import UnsupportedError
 from onnxtrain.execute.cpp_program.call import ENTRY, Call, compiled_call, python_call
 from onnxtrain.execute.cpp_program.source import LARGEST, NAME, emit_function
 from onnxtrain.execute.cpp_program.static_graph import static_graph
@@ -28,6 +27,7 @@ from onnxtrain.graph.alias import view_source
 from onnxtrain.log import LOG
 from onnxtrain.native import Library
 from onnxtrain.ops import definition_of
+from onnxtrain.ops.interfaces.cpp import UnsupportedError
 from onnxtrain.plan.cut import Part
 
 _CALLS = 8  # with the same shapes, before compiling pays off

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.execute.cpp_program.arrays import Array, Shape, UnsupportedError, loops, strides_of
-from onnxtrain.execute.cpp_program.emitters import emitter_of
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.native import read_sources
+from onnxtrain.ops import view
+from onnxtrain.ops.interfaces.cpp import CPP, Array, Shape, UnsupportedError, loops, strides_of
 
 NAME = "run"
 LARGEST = 1 << 17  # elements of all intermediates: they fit into the L2 cache of a core
@@ -92,11 +92,13 @@ class _Function:
         self._work += count
 
     def emit(self, node: ir.Node) -> None:
-        emitter = emitter_of(node)
+        emitter = CPP.of(node)
+        if emitter is None:
+            raise UnsupportedError(f"{node.op_type} has no emitter")
         inputs = [self._array(value) for value in node.inputs if value is not None]
         if any(0 in array.shape for array in inputs):
             raise UnsupportedError("an empty tensor")
-        results = emitter(self, node, inputs)
+        results = emitter(self, view(node), inputs)
         self._arrays.update(zip(node.outputs, results, strict=True))
         if self._scratch > LARGEST or self._work > _MOST_WORK:
             raise UnsupportedError("too much work for one core")

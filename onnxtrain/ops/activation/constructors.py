@@ -109,7 +109,6 @@ def define_activation(
     grad_lower_on_gpu: Lower | None = None,
     preferred_kernels: tuple[Kernel, Kernel] | None = None,
     grad_in_place: bool = False,
-    cpp_expression: str = "",
 ) -> tuple[OpDef, OpDef]:
     """Define y = f(x), and dx as `define_activation_grad` does. `preferred_kernels` holds a kernel of each."""
     grad_name, defaults = grad_name or f"{name}Grad", attributes or {}
@@ -133,7 +132,6 @@ def define_activation(
         lower=lower,
         flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
         preferred_kernels=preferred_kernels[:1] if preferred_kernels else (),
-        cpp_expression=cpp_expression,
     )
     return forward, define_activation_grad(
         grad_name,

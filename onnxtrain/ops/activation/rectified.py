@@ -36,6 +36,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
 
@@ -101,8 +102,8 @@ RELU, RELU_GRAD = define_activation(
     saved="y",  # y > 0 exactly where x > 0
     since_version=14,
     flops=1,
-    cpp_expression="{0} < 0 ? 0 : {0}",
 )
+CPP.register(RELU, Elementwise("{0} < 0 ? 0 : {0}"))
 LEAKY_RELU, LEAKY_RELU_GRAD = define_activation(
     "LeakyRelu",
     {"aten.leaky_relu.default": _capture_leaky_relu},

@@ -26,6 +26,7 @@ from onnxtrain.ops.activation.constructors import define_activation, define_acti
 from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.constructors import define_unary, elementwise_flops
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Infix, InPlaceCapableCall, Kernel, NodeView
+from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.interfaces.fused_regions import GAINS_FROM_FUSION
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.torch_compat import aten_kernels
@@ -59,8 +60,8 @@ SIGMOID, SIGMOID_GRAD = define_activation(
     grad_domain=MICROSOFT,
     saved="y",
     since_version=13,
-    cpp_expression="1 / (1 + std::exp(-{0}))",
 )
+CPP.register(SIGMOID, Elementwise("1 / (1 + std::exp(-{0}))"))
 TANH, TANH_GRAD = define_activation(
     "Tanh",
     "aten.tanh.default",
@@ -71,8 +72,8 @@ TANH, TANH_GRAD = define_activation(
     grad_domain=MICROSOFT,
     saved="y",
     since_version=13,
-    cpp_expression="std::tanh({0})",
 )
+CPP.register(TANH, Elementwise("std::tanh({0})"))
 
 
 # Gelu

@@ -33,6 +33,8 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
+from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.registry import define
 
 Grad = ir.Value | None
@@ -119,9 +121,8 @@ ADD = define_binary(
     symbol="+",
     since_version=14,
     host_eval=operator.add,
-    commutative=True,
-    cpp_expression="{0} + {1}",
 )
+CPP.register(ADD, Elementwise("{0} + {1}"))
 SUB = define_binary(
     "Sub",
     dict.fromkeys(_overloads("sub", "subtract"), _capture_arithmetic("Sub"))
@@ -132,8 +133,8 @@ SUB = define_binary(
     symbol="-",
     since_version=14,
     host_eval=operator.sub,
-    cpp_expression="{0} - {1}",
 )
+CPP.register(SUB, Elementwise("{0} - {1}"))
 MUL = define_binary(
     "Mul",
     dict.fromkeys(_overloads("mul", "multiply"), _capture_arithmetic("Mul", "And")),
@@ -142,9 +143,9 @@ MUL = define_binary(
     symbol="*",
     since_version=14,
     host_eval=operator.mul,
-    commutative=True,
-    cpp_expression="{0} * {1}",
 )
+COMMUTATIVE.add(ADD, MUL)
+CPP.register(MUL, Elementwise("{0} * {1}"))
 DIV = define_binary(
     "Div",
     dict.fromkeys(
@@ -161,8 +162,8 @@ DIV = define_binary(
     accepts_scalars=True,
     since_version=14,
     host_eval=operator.floordiv,  # sizes are never negative
-    cpp_expression="{0} / {1}",
 )
+CPP.register(DIV, Elementwise("{0} / {1}"))
 
 
 # Rounded division and remainders
@@ -293,16 +294,16 @@ NEG = define_unary(
     reads=(),
     since_version=13,
     host_eval=_host_neg,
-    cpp_expression="-{0}",
 )
+CPP.register(NEG, Elementwise("-{0}"))
 ABS = define_unary(
     "Abs",
     ("aten.abs.default", "aten.absolute.default"),
     torch.abs,
     lambda op, n, dy: op.Mul(dy, op.Sign(n.x)),
     since_version=13,
-    cpp_expression="{0} < 0 ? -{0} : {0} + 0",
 )
+CPP.register(ABS, Elementwise("{0} < 0 ? -{0} : {0} + 0"))
 SIGN = define_unary(
     "Sign",
     ("aten.sign.default", "aten.sgn.default"),
@@ -320,8 +321,8 @@ RECIPROCAL = define_unary(
     _reciprocal_gradient,
     reads=("y",),
     since_version=13,
-    cpp_expression="1 / {0}",
 )
+CPP.register(RECIPROCAL, Elementwise("1 / {0}"))
 
 
 # Several operands

@@ -16,6 +16,8 @@ from onnxtrain.ops.body_parts import as_value, cast
 from onnxtrain.ops.constructors import always, define_binary, elementwise_flops, never
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, FromTorch, Kernel, NodeView, OpDef
 from onnxtrain.ops.dtypes import comparison_dtype
+from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
+from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.registry import define
 
 
@@ -47,7 +49,7 @@ def _define_comparison(
 ) -> OpDef:
     """Define a comparison of two tensors of the same element type."""
     overloads = [f"aten.{n}.{overload}" for n in torch_names for overload in ("Tensor", "Scalar")]
-    return define_binary(
+    op = define_binary(
         name,
         dict.fromkeys(overloads, _capture_comparison(domain, name, supports_bool)),
         kernel,
@@ -57,9 +59,9 @@ def _define_comparison(
         shapes=_types,
         body=body,
         since_version=since_version,
-        commutative=symbol in ("==", "!="),
-        cpp_expression=f"{{0}} {symbol} {{1}}",
     )
+    CPP.register(op, Elementwise(f"{{0}} {symbol} {{1}}"))
+    return op
 
 
 EQUAL = _define_comparison("Equal", ("eq",), operator.eq, "==", since_version=13, supports_bool=True)
@@ -72,6 +74,7 @@ NOT_EQUAL = _define_comparison(
     body=lambda op, n: op.Not(op.Equal(n.a, n.b)),
     supports_bool=True,
 )
+COMMUTATIVE.add(EQUAL, NOT_EQUAL)
 LESS = _define_comparison("Less", ("lt", "less"), operator.lt, "<", since_version=13)
 LESS_OR_EQUAL = _define_comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=", since_version=16)
 GREATER = _define_comparison("Greater", ("gt", "greater"), operator.gt, ">", since_version=13)
@@ -92,7 +95,6 @@ def _define_predicate(
     attributes: dict[str, Any] | None = None,
     from_torch: dict[str, FromTorch] | None = None,
     lower: Callable[..., Call] | None = None,
-    cpp_expression: str = "",
 ) -> OpDef:
     """Define an elementwise predicate. Integers are captured as floats, because ONNX's ops do not support them."""
 
@@ -119,7 +121,6 @@ def _define_predicate(
             aliases={},
             flops=elementwise_flops,
             host_eval=None,
-            cpp_expression=cpp_expression,
         )
     )
 
@@ -140,7 +141,8 @@ def _is_finite_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))  # type: ignore[no-any-return]
 
 
-IS_NAN = _define_predicate("IsNaN", "aten.isnan.default", torch.isnan, since_version=20, cpp_expression="{0} != {0}")
+IS_NAN = _define_predicate("IsNaN", "aten.isnan.default", torch.isnan, since_version=20)
+CPP.register(IS_NAN, Elementwise("{0} != {0}"))
 IS_INF = _define_predicate(
     "IsInf",
     "aten.isinf.default",

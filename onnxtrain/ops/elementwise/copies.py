@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.cpp import CPP, Array, Elementwise, Source, UnsupportedError
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.registry import define, definition_of
 
@@ -115,6 +116,15 @@ CAST = define(
     )
 )
 IMAGES.register(CAST, Images(frozenset({"x", "y"})))
+
+
+@CPP.implements(CAST)
+def _cast_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Array]:
+    if n.to == inputs[0].dtype:
+        return inputs
+    if n.to != ir.DataType.BOOL and is_float(inputs[0].dtype) and not is_float(ir.DataType(n.to)):
+        raise UnsupportedError("a cast from floating point to integer")
+    return Elementwise("{0} != 0" if n.to == ir.DataType.BOOL else "{0}")(source, n, inputs)
 
 
 # Identity, Clone, Detach
@@ -218,6 +228,7 @@ IDENTITY = _define_copy(
     _alias_call,
     aliases={0: 0},
 )
+CPP.register(IDENTITY, lambda source, n, inputs: inputs)
 CLONE = _define_copy(
     "Clone",
     OWN,

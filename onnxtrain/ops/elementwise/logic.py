@@ -16,6 +16,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.ops.body_parts import as_value, cast
 from onnxtrain.ops.constructors import define_binary, define_unary
 from onnxtrain.ops.definition import FromTorch, OpDef
+from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
+from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 
 
 def _capture_logical(name: str) -> FromTorch:
@@ -38,7 +40,7 @@ def _capture_bitwise(name: str) -> FromTorch:
 
 def _define_logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], symbol: str) -> tuple[OpDef, OpDef]:
     """Define a logical op, such as And, and its bitwise counterpart, such as BitwiseAnd."""
-    word, cpp = name.lower(), f"{{0}} {symbol} {{1}}"
+    word = name.lower()
     overloads = [f"aten.bitwise_{word}.{overload}" for overload in ("Tensor", "Scalar", "Scalar_Tensor")]
     overloads += [f"aten.__{word}__.{overload}" for overload in ("Tensor", "Scalar")]
     logical = define_binary(
@@ -48,8 +50,6 @@ def _define_logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], sy
         None,
         symbol=symbol,
         since_version=7,
-        commutative=True,
-        cpp_expression=cpp,
     )
     bitwise = define_binary(
         f"Bitwise{name}",
@@ -58,18 +58,17 @@ def _define_logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], sy
         None,
         symbol=symbol,
         since_version=18,
-        commutative=True,
-        cpp_expression=cpp,
     )
+    COMMUTATIVE.add(logical, bitwise)
+    CPP.implements(logical, bitwise)(Elementwise(f"{{0}} {symbol} {{1}}"))
     return logical, bitwise
 
 
 AND, BITWISE_AND = _define_logical_and_bitwise("And", operator.and_, "&")
 OR, BITWISE_OR = _define_logical_and_bitwise("Or", operator.or_, "|")
 XOR, BITWISE_XOR = _define_logical_and_bitwise("Xor", operator.xor, "^")
-NOT = define_unary(
-    "Not", {"aten.logical_not.default": _capture_logical("Not")}, torch.logical_not, None, cpp_expression="!{0}"
-)
+NOT = define_unary("Not", {"aten.logical_not.default": _capture_logical("Not")}, torch.logical_not, None)
+CPP.register(NOT, Elementwise("!{0}"))
 BITWISE_NOT = define_unary(
     "BitwiseNot", {"aten.bitwise_not.default": _capture_bitwise("Not")}, torch.bitwise_not, None, since_version=18
 )

@@ -12,11 +12,12 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import OWN, dtype_of
+from onnxtrain.graph.values import OWN, constant_of, dtype_of, is_float
 from onnxtrain.ops.body_parts import cast, promoted
 from onnxtrain.ops.constructors import define_binary, define_unary
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import number_of, zeros_like
+from onnxtrain.ops.interfaces.cpp import CPP, Array, Elementwise, Source, UnsupportedError
 
 Grad = ir.Value | None
 _POW_TYPES = frozenset(
@@ -89,6 +90,18 @@ POW = define_binary(
 )
 
 
+@CPP.implements(POW)
+def _pow_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Array]:
+    exponent = constant_of(n.b)
+    if exponent is None or exponent.size != 1 or not is_float(inputs[0].dtype):
+        raise UnsupportedError("a power that is not a constant")
+    expressions = {2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "std::sqrt({0})", -1.0: "1 / {0}"}
+    expression = expressions.get(float(exponent.item()))
+    if expression is None:
+        raise UnsupportedError(f"a power of {exponent.item()}")
+    return Elementwise(expression)(source, n, inputs[:1])
+
+
 # Roots
 
 
@@ -108,8 +121,8 @@ SQRT = define_unary(
     _sqrt_gradient,
     reads=("y",),
     since_version=13,
-    cpp_expression="std::sqrt({0})",
 )
+CPP.register(SQRT, Elementwise("std::sqrt({0})"))
 RSQRT = define_unary(
     "Rsqrt",
     "aten.rsqrt.default",
@@ -149,8 +162,8 @@ EXP = define_unary(
     lambda op, n, dy: op.Mul(dy, n.y),
     reads=("y",),
     since_version=13,
-    cpp_expression="std::exp({0})",
 )
+CPP.register(EXP, Elementwise("std::exp({0})"))
 EXPM1 = define_unary(
     "Expm1",
     ("aten.expm1.default", "aten.special_expm1.default"),
@@ -205,8 +218,8 @@ LOG = define_unary(
     torch.log,
     lambda op, n, dy: op.Div(dy, n.x),
     since_version=13,
-    cpp_expression="std::log({0})",
 )
+CPP.register(LOG, Elementwise("std::log({0})"))
 LOG1P = define_unary(
     "Log1p",
     ("aten.log1p.default", "aten.special_log1p.default"),

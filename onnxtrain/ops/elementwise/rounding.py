@@ -13,6 +13,7 @@ from onnxtrain.graph.values import ONNX, OWN, dtype_of, is_float
 from onnxtrain.ops.constructors import define_unary
 from onnxtrain.ops.definition import STANDARD, NodeView, OpDef
 from onnxtrain.ops.elementwise.arithmetic import zeros_like
+from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 
 
 def _define_rounding(
@@ -23,7 +24,6 @@ def _define_rounding(
     domain: str = ONNX,
     since_version: int = 1,
     body: Any = STANDARD,
-    cpp_expression: str = "",
 ) -> OpDef:
     def capture(op: Builder, x: ir.Value) -> Any:
         """Capture integers as Identity: PyTorch copies them, ONNX's op does not support them."""
@@ -38,7 +38,6 @@ def _define_rounding(
         domain=domain,
         since_version=since_version,
         body=body,
-        cpp_expression=cpp_expression,
     )
 
 
@@ -46,7 +45,9 @@ def _trunc_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Where(op.Less(n.x, op.scalar(0.0, like=n.x)), op.Ceil(n.x), op.Floor(n.x))  # type: ignore[no-any-return]
 
 
-FLOOR = _define_rounding("Floor", torch.floor, since_version=13, cpp_expression="std::floor({0})")
-CEIL = _define_rounding("Ceil", torch.ceil, since_version=13, cpp_expression="std::ceil({0})")
+FLOOR = _define_rounding("Floor", torch.floor, since_version=13)
+CPP.register(FLOOR, Elementwise("std::floor({0})"))
+CEIL = _define_rounding("Ceil", torch.ceil, since_version=13)
+CPP.register(CEIL, Elementwise("std::ceil({0})"))
 ROUND = _define_rounding("Round", torch.round, since_version=11)
 TRUNC = _define_rounding("Trunc", torch.trunc, aliases=("fix",), domain=OWN, body=_trunc_body)

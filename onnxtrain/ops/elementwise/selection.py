@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.elementwise.arithmetic import number_of
+from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.registry import define
 
 Grad = ir.Value | None
@@ -88,9 +89,9 @@ WHERE = define(
         aliases={},
         flops=elementwise_flops,
         host_eval=None,
-        cpp_expression="{0} ? {1} : {2}",
     )
 )
+CPP.register(WHERE, Elementwise("{0} ? {1} : {2}"))
 
 
 # Max, Min
@@ -156,7 +157,7 @@ def _define_extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any
     def lower(n: NodeView, terms: Sequence[Any]) -> Call:
         return functools.reduce(lambda a, b: Call(kernel, a, b), terms) if len(terms) > 1 else Call(torch.clone, *terms)
 
-    return define(
+    op = define(
         OpDef(
             domain="",
             name=name,
@@ -178,9 +179,10 @@ def _define_extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any
             aliases={},
             flops=elementwise_flops,
             host_eval=_on_host(name),
-            cpp_expression=f"{{0}} {symbol} {{1}} || {{0}} != {{0}} ? {{0}} : {{1}}",  # of two terms
         )
     )
+    CPP.register(op, Elementwise(f"{{0}} {symbol} {{1}} || {{0}} != {{0}} ? {{0}} : {{1}}"))  # of two terms
+    return op
 
 
 MAX = _define_extreme("Max", "maximum", torch.maximum, ">")

@@ -13,7 +13,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN
 from onnxtrain.ops.body_parts import promoted
 from onnxtrain.ops.constructors import define_binary, define_unary
-from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.definition import NodeView, OpDef
+from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 
 Grad = ir.Value | None
 Derivative = Callable[[Builder, NodeView], ir.Value]
@@ -27,18 +28,16 @@ def _define_function(
     since_version: int,
     aliases: Sequence[str] = (),
     reads: str = "x",
-    cpp_expression: str = "",
-) -> None:
+) -> OpDef:
     """Define y = f(x) with dx = dy * f'(x); `derivative` builds f'(x) from the value that `reads` names."""
     names = [f"aten.{n}.default" for n in (name.lower(), *aliases)]
-    define_unary(
+    return define_unary(
         name,
         names,
         kernel,
         lambda op, n, dy: op.Mul(dy, derivative(op, n)),
         reads=(reads,),
         since_version=since_version,
-        cpp_expression=cpp_expression,
     )
 
 
@@ -49,8 +48,10 @@ def _square_plus(op: Builder, value: ir.Value, sign: int, offset: int) -> ir.Val
     return result
 
 
-_define_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since_version=7, cpp_expression="std::sin({0})")
-_define_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since_version=7, cpp_expression="std::cos({0})")
+SIN = _define_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since_version=7)
+CPP.register(SIN, Elementwise("std::sin({0})"))
+COS = _define_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since_version=7)
+CPP.register(COS, Elementwise("std::cos({0})"))
 _define_function("Tan", torch.tan, lambda op, n: _square_plus(op, n.y, 1, 1), since_version=7, reads="y")
 _define_function(
     "Asin", torch.asin, lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, -1, 1)), since_version=7, aliases=("arcsin",)
@@ -99,8 +100,8 @@ ERF = define_unary(
     torch.erf,
     _erf_gradient,
     since_version=13,
-    cpp_expression="std::erf({0})",
 )
+CPP.register(ERF, Elementwise("std::erf({0})"))
 
 
 # Atan2(a, b): the angle of the point (b, a)

@@ -85,16 +85,13 @@ class OpInterface(Generic[T]):
         return self._entries
 
 
-class OpSet:
+class OpSet(OpInterface[bool]):
     """The ops for which a statement holds that needs no entry: `node in FUSIBLE`."""
 
-    def __init__(self, label: str) -> None:
-        self._members = OpInterface[bool](label)
-
     def add(self, *ops: OpDef) -> None:
-        """Add defined ops. Raises GraphError as `OpInterface.register` does."""
+        """Add defined ops. Raises GraphError as `register` does."""
         for op in ops:
-            self._members.register(op, True)
+            self.register(op, True)
 
     def __contains__(self, node: ir.Node) -> bool:
-        return self._members.of(node) is not None
+        return self.of(node) is not None

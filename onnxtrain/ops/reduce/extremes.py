@@ -96,18 +96,20 @@ def _nan_propagating_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
     return body
 
 
-def _define_extreme(name: str, torch_name: str, function: Callable[..., Any]) -> None:
+def _define_extreme(name: str, torch_name: str, function: Callable[..., Any]) -> OpDef:
+    """Define ONNX's reduction and ours, and return ONNX's."""
     lower, reads = _lower_over_axes(function), ("x", "y")
-    define_reduction(name, {}, lower, _evenly_shared_gradient, reads=reads, since_version=20)
+    op = define_reduction(name, {}, lower, _evenly_shared_gradient, reads=reads, since_version=20)
     from_torch = dict.fromkeys((f"aten.a{torch_name}.default", f"aten.{torch_name}.default"), _capture_extreme(name))
     if torch_name == "min":
         from_torch["aten.aminmax.default"] = _capture_aminmax
     body = _nan_propagating_body(name)
     define_reduction(name, from_torch, lower, _evenly_shared_gradient, reads=reads, domain=OWN, body=body)
+    return op
 
 
-_define_extreme("ReduceMax", "max", torch.amax)
-_define_extreme("ReduceMin", "min", torch.amin)
+REDUCE_MAX = _define_extreme("ReduceMax", "max", torch.amax)
+REDUCE_MIN = _define_extreme("ReduceMin", "min", torch.amin)
 
 
 # ReduceAny, ReduceAll: False and True for no elements; onnxruntime's ReduceMax of booleans fails there

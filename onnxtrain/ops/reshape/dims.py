@@ -15,6 +15,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, normalize_axes, normalize_axis, rank_of
 from onnxtrain.ops.body_parts import int64_vector, reshaped
 from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
+from onnxtrain.ops.interfaces.cpp import CPP, Array, Source, emit_reshape, shape_of
 from onnxtrain.ops.reshape.movement import axis_names, constant_ints, define_movement, format_axis_map
 from onnxtrain.ops.symbolic_ints import required_ints
 
@@ -136,6 +137,12 @@ TRANSPOSE = define_movement(
 )
 
 
+@CPP.implements(TRANSPOSE)
+def _transpose_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Array]:
+    (x,) = inputs
+    return [x.with_dims([x.shape[p] for p in perm_of(n)], [x.strides[p] for p in perm_of(n)])]
+
+
 # Squeeze(x, axes): drops these axes, all of size 1; without `axes` every axis of size 1.
 
 
@@ -200,6 +207,7 @@ SQUEEZE = define_movement(
     nondiff_inputs=frozenset({"axes"}),
     moved_inputs=frozenset({"x"}),
 )
+CPP.register(SQUEEZE, emit_reshape)
 
 
 # Unsqueeze(x, axes): adds axes of size 1 at these positions of the output.
@@ -265,6 +273,7 @@ UNSQUEEZE = define_movement(
     nondiff_inputs=frozenset({"axes"}),
     moved_inputs=frozenset({"x"}),
 )
+CPP.register(UNSQUEEZE, emit_reshape)
 
 
 # Expand(x, shape): x and `shape` broadcast against each other; a 1 in `shape` keeps x's size.
@@ -350,3 +359,4 @@ EXPAND = define_movement(
     view=True,
     nondiff_inputs=frozenset({"shape"}),
 )
+CPP.register(EXPAND, lambda source, n, inputs: [inputs[0].broadcast(shape_of(n.y))])

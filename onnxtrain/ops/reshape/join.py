@@ -16,6 +16,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, normalize_axis, rank_of
 from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
 from onnxtrain.ops.definition import Call, NodeView
+from onnxtrain.ops.interfaces.cpp import CPP, Array, Source, loops, shape_of
 from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, define_movement, format_axis_map
 from onnxtrain.ops.symbolic_ints import required_ints
@@ -120,6 +121,17 @@ CONCAT = define_movement(
     host_eval=lambda n, *parts: tuple(itertools.chain.from_iterable(parts)),
     moved_inputs=frozenset({"xs"}),
 )
+
+
+@CPP.implements(CONCAT)
+def _concat_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Array]:
+    result = source.new(inputs[0].dtype, shape_of(n.y), n.y)
+    axis, start = axis_of(n, n.y), 0
+    for array in inputs:
+        target = Array(f"({result.name} + {start * result.strides[axis]})", result.dtype, array.shape, result.strides)
+        source.lines(loops([target, array], lambda e: f"{e[0]} = {e[1]};"))
+        start += array.shape[axis]
+    return [result]
 
 
 # Split(x, split?, axis, num_outputs?): pieces of lengths `split`, or `num_outputs` of one length; the last is the rest.

@@ -24,6 +24,7 @@ from onnxtrain.graph.values import TensorType, dtype_of, normalize_axis, rank_of
 from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
 from onnxtrain.ops.constructors import define_by_body, no_axes
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, Method, NodeView
+from onnxtrain.ops.interfaces.cpp import CPP, emit_reshape
 from onnxtrain.ops.reshape.dims import expanded, transposed
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, constant_ints, format_axis_map
 from onnxtrain.ops.reshape.rows import arange, vector_along
@@ -47,7 +48,7 @@ def _flatten(x: torch.Tensor, axis: int) -> torch.Tensor:
     return x.reshape(x.shape[:axis].numel(), x.shape[axis:].numel())
 
 
-define_by_body(
+FLATTEN = define_by_body(
     "Flatten",
     ("x",),
     lambda op, n: reshaped(op, n.x, _flat_shape(n)),
@@ -59,6 +60,7 @@ define_by_body(
     axes=no_axes,
     flops=_no_flops,
 )
+CPP.register(FLATTEN, emit_reshape)
 
 
 # DepthToSpace, SpaceToDepth

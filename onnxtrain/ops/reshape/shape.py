@@ -18,6 +18,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import inferred_size, reshaped
 from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
+from onnxtrain.ops.interfaces.cpp import CPP, emit_reshape
 from onnxtrain.ops.reshape.movement import define_movement, format_axis_map
 from onnxtrain.ops.symbolic_ints import required_ints
 
@@ -224,3 +225,4 @@ RESHAPE = define_movement(
     preserves_elements=True,
     moved_inputs=frozenset({"x"}),
 )
+CPP.register(RESHAPE, emit_reshape)

@@ -1,12 +1,21 @@
-"""Arrays of the generated C++, and loops over them. All sizes are static."""
+"""How an op is emitted as C++, for `execute/cpp_program/`, which compiles small programs into one call.
+
+An emitter takes the source, the node and its inputs, and returns the node's outputs: new arrays, or views of inputs. It
+raises `UnsupportedError` for a node that it cannot emit. All sizes are static.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import onnx_ir as ir
+
+from onnxtrain.graph.values import is_float
+from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.interfaces import OpInterface
 
 C_TYPES = {
     ir.DataType.FLOAT: "float",
@@ -103,3 +112,52 @@ def _merge_dims(shape: Shape, strides: Sequence[Shape]) -> tuple[list[int], list
         for own, stride in zip(merged, strides, strict=True):
             own.append(stride[axis])
     return sizes, merged
+
+
+class Source(Protocol):
+    """The function that is being emitted, as emitters see it."""
+
+    def lines(self, lines: Sequence[str]) -> None: ...
+
+    def new(self, dtype: ir.DataType, shape: Shape, value: ir.Value | None = None) -> Array: ...
+
+    def work(self, count: int) -> None: ...
+
+
+Emitter = Callable[[Source, NodeView, list[Array]], list[Array]]
+CPP = OpInterface[Emitter]("C++")
+
+
+def shape_of(value: ir.Value) -> Shape:
+    assert value.shape is not None
+    return tuple(int(str(size)) for size in value.shape)
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """An emitter by the C++ of an element, from those of the inputs `{0}`, `{1}`; NaN propagates as in PyTorch."""
+
+    expression: str
+
+    def __call__(self, source: Source, n: NodeView, inputs: Sequence[Array]) -> list[Array]:
+        if "/" in self.expression and not is_float(inputs[0].dtype):
+            raise UnsupportedError(f"{n.definition.name} of integers")  # division by 0 ends the process
+        if len(inputs) != 1 + ("{1}" in self.expression) + ("{2}" in self.expression):
+            raise UnsupportedError(f"{n.definition.name} of {len(inputs)} inputs")
+        (value,) = n.node.outputs
+        assert value.dtype is not None
+        shape = shape_of(value)
+        result = source.new(value.dtype, shape, value)
+        operands = [array.broadcast(shape) for array in inputs]
+        source.lines(loops([result, *operands], lambda e: f"{e[0]} = {self.expression.format(*e[1:])};"))
+        return [result]
+
+
+def emit_reshape(source: Source, n: NodeView, inputs: list[Array]) -> list[Array]:
+    """Return a view of the first input in the output's shape; of a copy if that is not contiguous."""
+    shape, array = shape_of(n.node.outputs[0]), inputs[0]
+    if not array.is_contiguous:
+        copy = source.new(array.dtype, array.shape)
+        source.lines(loops([copy, array], lambda e: f"{e[0]} = {e[1]};"))
+        array = copy
+    return [array.with_dims(shape, strides_of(shape))]
