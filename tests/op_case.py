@@ -22,6 +22,7 @@ from onnxtrain.graph.values import TensorType, rank_of, set_type
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, definition_of, lookup
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS
 from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.plan.cut import cut, single_part
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -410,9 +411,10 @@ class CaseCheck:
         assert is_input_element.all(), f"{self.case}: an output element is not an input element"
 
     def check_factor(self) -> None:
-        """Scale each input that `scalar_factor` names, and expect the output of the op with the factor folded in."""
+        """Scale each input that `SCALAR_FACTORS` names, and expect the output of the op with the factor folded in."""
         node, arrays = self._node(), self._first_arguments()
-        factor = self.definition.scalar_factor(self.definition.view(node)) if self.definition.scalar_factor else None
+        build_factor = SCALAR_FACTORS.of(node)
+        factor = build_factor and build_factor(self.definition.view(node))
         if factor is None or self.definition.effects & Effects.RANDOM:
             return
         scale = 0.5

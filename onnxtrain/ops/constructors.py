@@ -213,7 +213,6 @@ class OptionalFields(TypedDict, total=False):
     """Fields of `OpDef` that `define_fused` passes on unchanged."""
 
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int]
-    static_shape_inputs: frozenset[str]
 
 
 def no_seconds(node: NodeView, shapes: Shapes, machine: Machine) -> float:

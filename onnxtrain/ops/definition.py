@@ -268,34 +268,6 @@ class Kernel:
     prepare: Callable[[], None] = lambda: None
 
 
-class Replay(NamedTuple):
-    """How backward repeats a random op with the same random values.
-
-    Attributes:
-        reads: the names of the outputs that are kept for it: the sampled values.
-        build: (op, node, *these outputs) -> the first output, bit for bit, computed from them and the node's inputs.
-    """
-
-    reads: tuple[str, ...]
-    build: Callable[..., ir.Value]
-
-
-class ScalarFactor(NamedTuple):
-    """How scalar factors move through an op, or become part of it.
-
-    Attributes:
-        inputs: the names of the inputs that may be multiplied by the factor.
-        scales_output: whether multiplying one of these inputs multiplies the first output by the same factor, so that
-            the factor may move from one to the other.
-        absorb: (op, node, factor) -> the outputs of a node that multiplies by the factor at no cost; it returns None
-            for a factor that is not exact there. None: no node can.
-    """
-
-    inputs: frozenset[str]
-    scales_output: bool
-    absorb: Callable[[Builder, NodeView, float], Sequence[ir.Value] | None] | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpDef:
     """All facts about one op. See the module docstring; `docs/development/adding-an-op.md` walks through one.
@@ -325,16 +297,9 @@ class OpDef:
             cannot be evaluated on the host.
         shape_only_inputs: inputs of which only the sizes are read: for them `host_eval` takes an object with
             `size(axis)`.
-        object_outputs: outputs that are Python objects in a running program, not tensors.
-        replay: see Replay; None for an op that is not random, or whose outputs must be kept.
-        is_repeatable: from the node, whether running it again gives the same outputs and does nothing else, although
-            the op has effects.
-        static_shape_inputs: inputs whose sizes decide how the body is written: a function of the op is valid for these
-            sizes alone.
         preserves_elements: whether its output has the elements of its first input in the same order; shape and element
             type may differ.
         moved_inputs: inputs whose elements its outputs hold unchanged, each at most once.
-        scalar_factor: from the node, see ScalarFactor; None if no scalar factor can move through the op.
     """
 
     domain: str
@@ -358,13 +323,8 @@ class OpDef:
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = field(default=None)
     shape_only_inputs: frozenset[str] = frozenset()
     nondiff_outputs: frozenset[str] = frozenset()
-    object_outputs: frozenset[str] = frozenset()
-    replay: Replay | None = None
-    is_repeatable: Callable[[ir.Node], bool] = lambda node: False
-    static_shape_inputs: frozenset[str] = frozenset()
     preserves_elements: bool = False
     moved_inputs: frozenset[str] = frozenset()
-    scalar_factor: Callable[[NodeView], ScalarFactor | None] | None = None
 
     def __post_init__(self) -> None:
         names = [n.rstrip("?").removesuffix("...") for n in (*self.inputs, *self.outputs)] + list(self.attributes)

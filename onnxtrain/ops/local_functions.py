@@ -26,6 +26,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, set_type, type_of
 from onnxtrain.ops.bodies import body_of, build_body, close, import_opsets, inline_bodies
 from onnxtrain.ops.definition import OPSET, NoBody, OpDef
+from onnxtrain.ops.interfaces.local_functions import STATIC_SHAPE_INPUTS
 from onnxtrain.ops.registry import builder, definition_of
 from onnxtrain.ops.symbolic_ints import known_ints
 
@@ -132,11 +133,8 @@ def _case(node: ir.Node, detail: _SizeDetail) -> _Case:
     present = [value for value in node.inputs if value is not None]
     definition = definition_of(node)
     input_names = _input_names(definition, len(node.inputs))
-    shapes = (
-        sizes.dims_of(v)
-        for v, name in zip(node.inputs, input_names, strict=True)
-        if v and name in definition.static_shape_inputs
-    )
+    static = STATIC_SHAPE_INPUTS.of(node) or ()
+    shapes = (sizes.dims_of(v) for v, name in zip(node.inputs, input_names, strict=True) if v and name in static)
     names = _LocalSizes(present, detail, {size for shape in shapes for size in shape if isinstance(size, int)})
     inputs: list[ir.Value | None] = []
     key: list[Any] = []

@@ -8,7 +8,7 @@
 
 Attention and matmuls apply a scalar factor at no cost. A factor after a Linear without bias moves to its input if that
 is smaller, as after LoRA's low-rank branch. Factors of 1 are removed. No value is rounded more often than before, and
-powers of two are exact. `ScalarFactor` in an op's definition says which factors the op can absorb or commute with.
+powers of two are exact. `SCALAR_FACTORS` says which factors an op can absorb or commute with.
 
 Refused: tensors next to the factor with other users; float16, whose range is so small that models choose where to
 scale; factors beyond 2**±20, for the same reason in float32; graphs that reproduce eager PyTorch's random numbers
@@ -26,8 +26,8 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import dtype_of, is_float
 from onnxtrain.ops import builder, definition_of, view
-from onnxtrain.ops.definition import ScalarFactor
 from onnxtrain.ops.elementwise.arithmetic import DIV, MUL, number_of
+from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, only_user, reaches_output, substitute
 
@@ -176,7 +176,7 @@ def _target_after(scaling: _Scaling) -> _Target | None:
 
 
 def _factor(node: ir.Node) -> ScalarFactor | None:
-    build = definition_of(node).scalar_factor
+    build = SCALAR_FACTORS.of(node)
     return None if build is None else build(view(node))
 
 

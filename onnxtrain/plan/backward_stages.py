@@ -21,6 +21,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import Effects, definition_of
+from onnxtrain.ops.interfaces.recompute import OBJECT_OUTPUTS
 from onnxtrain.plan.cut import Cut, Part, nodes_computing
 from onnxtrain.torch_compat.autograd import why_no_stages
 
@@ -46,10 +47,8 @@ def group_gradients(parts: Cut) -> Groups:
 def is_object(value: ir.Value) -> bool:
     """Whether a value of a running program is a Python object rather than a tensor."""
     producer = value.producer()
-    if producer is None:
-        return False
-    definition = definition_of(producer)
-    return definition.output_name(value.index() or 0) in definition.object_outputs
+    objects = None if producer is None else OBJECT_OUTPUTS.of(producer)
+    return producer is not None and definition_of(producer).output_name(value.index() or 0) in (objects or ())
 
 
 def why_not_staged(parts: Cut, views: Sequence[str]) -> str | None:

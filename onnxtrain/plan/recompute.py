@@ -21,7 +21,8 @@ from onnxtrain.capture.export.checkpoint_regions import REGION
 from onnxtrain.graph import traversal
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.host import host_values, reads_shape
-from onnxtrain.ops import Effects, builder, definition_of
+from onnxtrain.ops import Effects, builder, definition_of, view
+from onnxtrain.ops.interfaces.recompute import OBJECT_OUTPUTS, REPEATABLE, REPLAYS
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.plan.cut import Cut
 
@@ -60,12 +61,12 @@ KEEP_ALL = RecomputeChoice()
 
 def is_recomputable(node: ir.Node) -> bool:
     """Whether recomputing a node gives the same values, bit for bit."""
-    definition = definition_of(node)
-    if definition.is_repeatable(node):
+    is_repeatable = REPEATABLE.of(node)
+    if is_repeatable is not None and is_repeatable(node):
         return True
-    if definition.object_outputs:
+    if OBJECT_OUTPUTS.of(node):
         return False
-    return definition.effects == Effects.NONE or bool(replay_inputs(node))
+    return definition_of(node).effects == Effects.NONE or bool(replay_inputs(node))
 
 
 def recomputable_nodes(nodes: Sequence[ir.Node], mutated: Collection[ir.Value]) -> set[ir.Node]:
@@ -97,11 +98,8 @@ def choose_by_checkpoints(joint: Joint, mutated: Collection[ir.Value]) -> Recomp
 
 def replay_inputs(node: ir.Node) -> tuple[ir.Value, ...]:
     """The outputs of a random node that its replay reads and that must be kept; () if it cannot be replayed."""
-    definition = definition_of(node)
-    if definition.replay is None:
-        return ()
-    view = definition.view(node)
-    outputs = tuple(getattr(view, name) for name in definition.replay.reads)
+    replay = REPLAYS.of(node)
+    outputs = () if replay is None else tuple(getattr(view(node), name) for name in replay.reads)
     return () if None in outputs else outputs
 
 
@@ -183,13 +181,13 @@ def apply_choice(joint: Joint, choice: RecomputeChoice) -> Joint:
     for node, user in list(interleave_recomputed(backward, recomputed, joint.forward_nodes)):
         if user is not None:
             copy = _copied(node, copies)
-            replay = definition_of(node).replay
+            replay = REPLAYS.of(node)
             if replay is None:
                 graph.insert_before(user, copy)
                 copies.update((v, c) for v, c in zip(node.outputs, copy.outputs, strict=True) if v in recomputed)
                 continue
             with nodes_before(op, user):
-                replayed = replay.build(op, definition_of(copy).view(copy), *replay_inputs(node))
+                replayed = replay.build(op, view(copy), *replay_inputs(node))
             copies[node.outputs[0]] = replayed
             producer = replayed.producer()
             assert producer is not None, "a replay computes its output"

@@ -34,6 +34,7 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS
 from onnxtrain.ops.random.dropout import dropout_scale, drops_elements
 from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
 from onnxtrain.ops.random.keyed_dropout import keep_mask_nodes
@@ -82,7 +83,7 @@ def define_attention(
         columns: returns how many columns the scores of a row have.
         attributes: name to default.
     """
-    return define(
+    op = define(
         OpDef(
             domain=OWN,
             name=name,
@@ -103,9 +104,10 @@ def define_attention(
             flops=_flops(2, columns),
             host_eval=None,
             nondiff_outputs=frozenset(outputs[1:]),
-            scalar_factor=score_factor,
         )
     )
+    SCALAR_FACTORS.register(op, score_factor)
+    return op
 
 
 def define_attention_grad(

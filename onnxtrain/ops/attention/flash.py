@@ -41,6 +41,7 @@ from onnxtrain.ops.attention.scores import (
 from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale
@@ -355,9 +356,9 @@ FLASH_ATTENTION = define(
         flops=lambda n: _flops(n, 2),
         host_eval=None,
         nondiff_outputs=frozenset({"logsumexp"}),
-        scalar_factor=score_factor,
     )
 )
+SCALAR_FACTORS.register(FLASH_ATTENTION, score_factor)
 
 FLASH_ATTENTION_GRAD = define(
     OpDef(

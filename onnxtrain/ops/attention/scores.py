@@ -15,7 +15,8 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import dtype_of, rank_of, type_of
 from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.body_parts import cast, with_attributes
-from onnxtrain.ops.definition import NodeView, ScalarFactor
+from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.interfaces.scalar_factors import ScalarFactor
 from onnxtrain.ops.matmul import constant_axes, is_exact_attribute, takes_factor
 
 _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
@@ -60,7 +61,7 @@ def _is_default(scale: float, width: Size) -> bool:
 
 
 def score_factor(n: NodeView) -> ScalarFactor:
-    """Return the `scalar_factor` of attention: a factor of q or k becomes part of the scale."""
+    """Return how factors move through attention: a factor of q or k becomes part of the scale."""
     return ScalarFactor(frozenset({"q", "k"}), False, _with_scaled_scores)
 
 

@@ -41,6 +41,7 @@ from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, NodeView
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, output_mask
+from onnxtrain.ops.interfaces.local_functions import STATIC_SHAPE_INPUTS
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.registry import capture_call
@@ -538,11 +539,9 @@ CONV_GRAD = define_fused(
         ),
     ),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),
-    static_shape_inputs=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial_sizes(n.dy)), product(sizes.dims_of(n.w))),
 )
-IMAGES.register(CONV_GRAD, Images(frozenset({"dy", "x", "dx"}), prefers_channels_last=True))
 CONV_TRANSPOSE_GRAD = define_fused(
     MICROSOFT,
     "ConvTransposeGrad",
@@ -554,8 +553,9 @@ CONV_TRANSPOSE_GRAD = define_fused(
     lower=_lower_conv_transpose_grad,
     others=(in_float32(_lower_conv_transpose_grad),),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[1][2:])),
-    static_shape_inputs=frozenset({"w"}),
     axes=lambda n: _conv_axes(n, transposed=True, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial_sizes(n.x)), product(sizes.dims_of(n.w))),
 )
-IMAGES.register(CONV_TRANSPOSE_GRAD, Images(frozenset({"dy", "x", "dx"}), prefers_channels_last=True))
+for _op in (CONV_GRAD, CONV_TRANSPOSE_GRAD):
+    IMAGES.register(_op, Images(frozenset({"dy", "x", "dx"}), prefers_channels_last=True))
+    STATIC_SHAPE_INPUTS.register(_op, frozenset({"w"}))

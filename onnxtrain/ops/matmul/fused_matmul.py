@@ -22,8 +22,8 @@ from onnxtrain.ops.definition import (
     Gradient,
     NodeView,
     OpDef,
-    ScalarFactor,
 )
+from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
     Grad,
@@ -157,9 +157,9 @@ FUSED_MATMUL = define(
         aliases={},
         flops=lambda n: matmul_flops(n.y, _fused_shapes(n)[0][-1]),
         host_eval=None,
-        scalar_factor=lambda n: ScalarFactor(frozenset({"a", "b"}), True, _scaled),
     )
 )
+SCALAR_FACTORS.register(FUSED_MATMUL, lambda n: ScalarFactor(frozenset({"a", "b"}), True, _scaled))
 
 
 define_by_body(

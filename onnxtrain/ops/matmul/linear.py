@@ -19,8 +19,8 @@ from onnxtrain.ops.definition import (
     Gradient,
     NodeView,
     OpDef,
-    ScalarFactor,
 )
+from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
     Grad,
@@ -116,6 +116,6 @@ LINEAR = define(
         aliases={},
         flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.x)[-1]),
         host_eval=None,
-        scalar_factor=lambda n: ScalarFactor(frozenset({"x"}), True, None) if n.b is None else None,
     )
 )
+SCALAR_FACTORS.register(LINEAR, lambda n: ScalarFactor(frozenset({"x"}), True, None) if n.b is None else None)

@@ -20,9 +20,9 @@ from onnxtrain.ops.definition import (
     Gradient,
     NodeView,
     OpDef,
-    ScalarFactor,
     numel,
 )
+from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.ops.matmul.candidates import GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
     INTEGERS,
@@ -179,6 +179,6 @@ MATMUL = define(
         aliases={},
         flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[-1]),
         host_eval=None,
-        scalar_factor=_factor,
     )
 )
+SCALAR_FACTORS.register(MATMUL, _factor)

@@ -40,6 +40,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.recompute import OBJECT_OUTPUTS, REPEATABLE
 from onnxtrain.ops.python_function.call import MissingGradients, PythonCall
 from onnxtrain.ops.python_function.template import Slot, parts, slots
 from onnxtrain.ops.registry import define
@@ -224,7 +225,7 @@ _OPTIONAL = (
     "input_pointer_scalar_positions", "tensor_reuse_map", "comment",
 )  # fmt: skip
 
-define(
+PYTHON_OP = define(
     OpDef(
         domain=MICROSOFT,
         name="PythonOp",
@@ -250,10 +251,10 @@ define(
         flops=lambda n: 0,
         host_eval=None,
         count_outputs=lambda inputs, attributes: 1 + len(attributes.get("output_tensor_types") or ()),
-        object_outputs=frozenset({"context"}),
-        is_repeatable=lambda node: call_of(node).is_recomputable,
     )
 )
+OBJECT_OUTPUTS.register(PYTHON_OP, frozenset({"context"}))
+REPEATABLE.register(PYTHON_OP, lambda node: call_of(node).is_recomputable)
 
 
 # PythonOpGrad

@@ -39,11 +39,11 @@ from onnxtrain.ops.definition import (
     Kernel,
     NodeView,
     OpDef,
-    Replay,
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.index.creation import filled
+from onnxtrain.ops.interfaces.recompute import REPLAYS, Replay
 from onnxtrain.ops.random.keyed_bits import DROP_LEVELS, keep_mask, sample_key
 from onnxtrain.ops.registry import define
 
@@ -244,9 +244,9 @@ DROPOUT = define(
         aliases={},
         flops=elementwise_flops,
         host_eval=None,
-        replay=Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)),
     )
 )
+REPLAYS.register(DROPOUT, Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)))
 
 
 # DropoutGrad

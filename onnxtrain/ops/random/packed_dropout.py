@@ -32,8 +32,9 @@ from onnxtrain.ops.constructors import (
     never,
     no_axes,
 )
-from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, Replay, numel
+from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.recompute import REPLAYS, Replay
 from onnxtrain.ops.random.dropout import (
     apply_mask,
     drop_ratio,
@@ -153,7 +154,7 @@ def _scale(n: NodeView, value: ir.Value) -> float:
     return dropout_scale(drop_ratio(n), TORCH_DTYPES[dtype_of(value)])
 
 
-define(
+BITMASK_DROPOUT = define(
     OpDef(
         domain=MICROSOFT,
         name="BitmaskDropout",
@@ -188,9 +189,9 @@ define(
         aliases={},
         flops=elementwise_flops,
         host_eval=None,
-        replay=Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)),
     )
 )
+REPLAYS.register(BITMASK_DROPOUT, Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)))
 
 
 def packed_masked(dy: Tensor, mask: Tensor, scale: float) -> Tensor:
