@@ -276,7 +276,6 @@ class OpDef:
         domain, name: identify the op in the graph.
         inputs, outputs: names; `x?` is optional, `xs...` variadic (last).
         attributes: name to default, or REQUIRED.
-        since_version: the first ai.onnx opset whose meaning this definition has (1 for other domains).
         from_torch: ATen overload ("aten.relu.default") to a function (op, *args, **kwargs) that builds nodes; tensors
             are passed as values, sizes as ints or expressions, and `op.out` holds PyTorch's output types.
         shapes: from the node, the types of its outputs.
@@ -307,7 +306,6 @@ class OpDef:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any]
-    since_version: int
     from_torch: Mapping[str, FromTorch]
     shapes: Callable[[NodeView], Sequence[TensorType]]
     body: Body | Literal[Standard.STANDARD] | NoBody

@@ -82,7 +82,6 @@ define(
         inputs=("inputs...",),
         outputs=("outputs...",),
         attributes={"node": REQUIRED, "version": 1},
-        since_version=1,
         from_torch={},
         shapes=_outputs,
         body=NoBody("a custom op, or a standard op without a definition in onnxtrain"),

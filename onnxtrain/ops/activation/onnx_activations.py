@@ -36,7 +36,6 @@ define_by_body(
     lambda op, n: op.own.Celu(n.x, alpha=n.alpha),
     lambda n, x: Call(torch.celu, x, n.alpha),
     attributes={"alpha": 1.0},
-    since_version=12,
 )
 define_by_body(
     "Softsign",
@@ -50,7 +49,6 @@ define_by_body(
     lambda op, n: op.ms.QuickGelu(n.x, alpha=n.alpha),
     _swish_call,
     attributes={"alpha": 1.0},
-    since_version=24,
     ort_compatible=lambda n: False,  # exported graphs have an earlier opset
 )
 define_by_body(
@@ -59,7 +57,6 @@ define_by_body(
     lambda op, n: op.own.Threshold(n.x, threshold=n.alpha, value=0.0),
     lambda n, x: Call(torch.nn.functional.threshold, x, n.alpha, 0.0),
     attributes={"alpha": 1.0},
-    since_version=10,
     ort_compatible=not_double,
 )
 
@@ -86,7 +83,6 @@ define_by_body(
     _shrink_body,
     lambda n, x: Call(shrink, x, n.bias, n.lambd),
     attributes={"bias": 0.0, "lambd": 0.5},
-    since_version=9,
     ort_compatible=not_double,
     flops=lambda n: sizes.multiply(3, numel(n.x)),
 )
@@ -124,7 +120,6 @@ define_by_body(
     _hardmax_body,
     lambda n, x: Call(hardmax, x, n.axis),
     attributes={"axis": -1},
-    since_version=13,
     axes=_hardmax_axes,
     differentiable=False,
 )

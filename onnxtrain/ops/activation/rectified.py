@@ -100,7 +100,6 @@ RELU, RELU_GRAD = define_activation(
     grad_domain=MICROSOFT,
     grad_in_place=True,
     saved="y",  # y > 0 exactly where x > 0
-    since_version=14,
     flops=1,
 )
 CPP.register(RELU, Elementwise("{0} < 0 ? 0 : {0}"))
@@ -113,7 +112,6 @@ LEAKY_RELU, LEAKY_RELU_GRAD = define_activation(
     _leaky_relu_grad_body,
     grad_domain=MICROSOFT,
     attributes={"alpha": 0.01},
-    since_version=6,
     ort_compatible=not_double,
     flops=2,
 )
@@ -201,7 +199,6 @@ HARD_SIGMOID, HARD_SIGMOID_GRAD = define_activation(
     lambda n, dy, x: Call(_aten.hardsigmoid_backward.default, dy, x),
     _hard_sigmoid_grad_body,
     attributes={"alpha": 0.2, "beta": 0.5},
-    since_version=6,
     ort_compatible=not_double,
 )
 HARD_SWISH, HARD_SWISH_GRAD = define_activation(
@@ -211,7 +208,6 @@ HARD_SWISH, HARD_SWISH_GRAD = define_activation(
     lambda op, n: op.Mul(n.x, _hard_sigmoid(op, n)),
     lambda n, dy, x: Call(_aten.hardswish_backward.default, dy, x),
     _hard_swish_grad_body,
-    since_version=14,
     ort_compatible=not_double,
 )
 
@@ -290,7 +286,6 @@ PRELU = define(
         inputs=("x", "slope"),
         outputs=("y",),
         attributes={},
-        since_version=16,
         from_torch={
             "aten.prelu.default": _capture_prelu,
             "aten._prelu_kernel.default": lambda op, x, weight: op.PRelu(x, weight),
@@ -316,7 +311,6 @@ PRELU_GRAD = define(
         inputs=("dy", "x", "slope"),
         outputs=("dx", "dslope"),
         attributes={},
-        since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.x), TensorType(dtype_of(n.slope), sizes.dims_of(n.x))),
         body=_prelu_grad_body,

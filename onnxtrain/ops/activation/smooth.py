@@ -59,7 +59,6 @@ SIGMOID, SIGMOID_GRAD = define_activation(
     _sigmoid_grad_body,
     grad_domain=MICROSOFT,
     saved="y",
-    since_version=13,
 )
 CPP.register(SIGMOID, Elementwise("1 / (1 + std::exp(-{0}))"))
 TANH, TANH_GRAD = define_activation(
@@ -71,7 +70,6 @@ TANH, TANH_GRAD = define_activation(
     _tanh_grad_body,
     grad_domain=MICROSOFT,
     saved="y",
-    since_version=13,
 )
 CPP.register(TANH, Elementwise("std::tanh({0})"))
 
@@ -130,7 +128,6 @@ GELU, GELU_GRAD = define_activation(
     grad_domain=MICROSOFT,
     grad_in_place=True,
     attributes={"approximate": "none"},
-    since_version=20,
     flops=10,
     preferred_kernels=(
         Kernel(lower=lambda n, x: kernels.compiled_call(kernels.tanh_gelu, x), applies=_can_compile),
@@ -264,7 +261,6 @@ MISH, MISH_GRAD = define_activation(
     lambda op, n: op.Mul(n.x, op.Tanh(op.Softplus(n.x))),
     lambda n, dy, x: Call(_aten.mish_backward.default, dy, x),
     _mish_grad_body,
-    since_version=18,
     flops=8,
 )
 
@@ -332,7 +328,6 @@ ELU = define_unary(
     aten_kernels.elu,
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha),
     attributes={"alpha": 1.0},
-    since_version=6,
     body=lambda op, n: _generalized_elu(op, n, n.alpha, 1.0, 1.0),
     ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha),
@@ -343,7 +338,6 @@ SELU = define_unary(
     aten_kernels.elu,
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, scale=n.gamma),
     attributes={"alpha": _SELU_ALPHA, "gamma": _SELU_SCALE},
-    since_version=6,
     body=lambda op, n: _generalized_elu(op, n, n.alpha, n.gamma, 1.0),
     ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha, n.gamma),

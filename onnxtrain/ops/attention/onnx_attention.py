@@ -231,7 +231,6 @@ define_by_body(
         "softcap": 0.0,
         "softmax_precision": None,
     },
-    since_version=23,
     shapes=_attention_types,
     aliases={1: 1, 2: 2},  # if there are no past keys and values
     axes=no_axes,
@@ -300,7 +299,6 @@ define_by_body(
         rotary_embedding, x, cos, sin, positions, bool(n.interleaved), n.num_heads, n.rotary_embedding_dim
     ),
     attributes={"interleaved": 0, "num_heads": 0, "rotary_embedding_dim": 0},
-    since_version=23,
     shapes=lambda n: (type_of(n.x),),
     axes=no_axes,
     nondiff_inputs=frozenset({"positions"}),

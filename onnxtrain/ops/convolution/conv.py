@@ -273,7 +273,6 @@ CONV = define_fused(
     ("x", "w", "b?"),
     ("y",),
     attributes=_GEOMETRY,
-    since_version=11,
     from_torch={
         "aten.conv1d.default": _convolve,
         "aten.conv2d.default": _convolve,
@@ -332,7 +331,6 @@ CONV_TRANSPOSE = define_fused(
     ("x", "w", "b?"),
     ("y",),
     attributes=_TRANSPOSED,
-    since_version=11,
     from_torch={
         "aten.conv_transpose1d.default": _capture_transposed,
         "aten.conv_transpose2d.input": _capture_transposed,

@@ -119,7 +119,6 @@ ADD = define_binary(
     lambda op, n, dy: (dy, dy),
     reads=(),
     symbol="+",
-    since_version=14,
     host_eval=operator.add,
 )
 CPP.register(ADD, Elementwise("{0} + {1}"))
@@ -131,7 +130,6 @@ SUB = define_binary(
     _sub_gradient,
     reads=(),
     symbol="-",
-    since_version=14,
     host_eval=operator.sub,
 )
 CPP.register(SUB, Elementwise("{0} - {1}"))
@@ -141,7 +139,6 @@ MUL = define_binary(
     operator.mul,
     _mul_gradient,
     symbol="*",
-    since_version=14,
     host_eval=operator.mul,
 )
 COMMUTATIVE.add(ADD, MUL)
@@ -160,7 +157,6 @@ DIV = define_binary(
     reads=("b", "y"),
     lower=_div_call,
     accepts_scalars=True,
-    since_version=14,
     host_eval=operator.floordiv,  # sizes are never negative
 )
 CPP.register(DIV, Elementwise("{0} / {1}"))
@@ -255,7 +251,6 @@ MOD = define_binary(
     _fmod_gradient,
     attributes={"fmod": 0},
     lower=lambda n, a, b: Call(torch.fmod if n.fmod else torch.remainder, a, b),
-    since_version=13,
     host_eval=operator.mod,
 )
 REMAINDER = define_binary(
@@ -292,7 +287,6 @@ NEG = define_unary(
     torch.neg,
     lambda op, n, dy: op.Neg(dy),
     reads=(),
-    since_version=13,
     host_eval=_host_neg,
 )
 CPP.register(NEG, Elementwise("-{0}"))
@@ -301,7 +295,6 @@ ABS = define_unary(
     ("aten.abs.default", "aten.absolute.default"),
     torch.abs,
     lambda op, n, dy: op.Mul(dy, op.Sign(n.x)),
-    since_version=13,
 )
 CPP.register(ABS, Elementwise("{0} < 0 ? -{0} : {0} + 0"))
 SIGN = define_unary(
@@ -310,7 +303,6 @@ SIGN = define_unary(
     torch.sign,
     lambda op, n, dy: zeros_like(op, n.x),
     reads=(),
-    since_version=13,
     body=_sign_body,
     ort_compatible=lambda n: not is_float(dtype_of(n.x)),
 )
@@ -320,7 +312,6 @@ RECIPROCAL = define_unary(
     torch.reciprocal,
     _reciprocal_gradient,
     reads=("y",),
-    since_version=13,
 )
 CPP.register(RECIPROCAL, Elementwise("1 / {0}"))
 
@@ -354,7 +345,6 @@ SUM = define(
         inputs=("terms...",),
         outputs=("y",),
         attributes={},
-        since_version=13,
         from_torch={},
         shapes=_sum_type,
         body=STANDARD,
@@ -410,7 +400,6 @@ def _define_ternary(
             inputs=inputs,
             outputs=("y",),
             attributes=attributes or {},
-            since_version=1,
             from_torch=dict.fromkeys(torch_names, capture),
             shapes=_broadcast_types(*inputs),
             body=body,

@@ -43,7 +43,6 @@ def _define_comparison(
     symbol: str,
     *,
     domain: str = ONNX,
-    since_version: int = 1,
     body: Any = STANDARD,
     supports_bool: bool = False,
 ) -> OpDef:
@@ -58,13 +57,12 @@ def _define_comparison(
         domain=domain,
         shapes=_types,
         body=body,
-        since_version=since_version,
     )
     CPP.register(op, Elementwise(f"{{0}} {symbol} {{1}}"))
     return op
 
 
-EQUAL = _define_comparison("Equal", ("eq",), operator.eq, "==", since_version=13, supports_bool=True)
+EQUAL = _define_comparison("Equal", ("eq",), operator.eq, "==", supports_bool=True)
 NOT_EQUAL = _define_comparison(
     "NotEqual",
     ("ne", "not_equal"),
@@ -75,10 +73,10 @@ NOT_EQUAL = _define_comparison(
     supports_bool=True,
 )
 COMMUTATIVE.add(EQUAL, NOT_EQUAL)
-LESS = _define_comparison("Less", ("lt", "less"), operator.lt, "<", since_version=13)
-LESS_OR_EQUAL = _define_comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=", since_version=16)
-GREATER = _define_comparison("Greater", ("gt", "greater"), operator.gt, ">", since_version=13)
-GREATER_OR_EQUAL = _define_comparison("GreaterOrEqual", ("ge", "greater_equal"), operator.ge, ">=", since_version=16)
+LESS = _define_comparison("Less", ("lt", "less"), operator.lt, "<")
+LESS_OR_EQUAL = _define_comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=")
+GREATER = _define_comparison("Greater", ("gt", "greater"), operator.gt, ">")
+GREATER_OR_EQUAL = _define_comparison("GreaterOrEqual", ("ge", "greater_equal"), operator.ge, ">=")
 
 
 # Predicates of one tensor
@@ -90,7 +88,6 @@ def _define_predicate(
     kernel: Callable[..., Any],
     *,
     domain: str = ONNX,
-    since_version: int = 1,
     body: Any = STANDARD,
     attributes: dict[str, Any] | None = None,
     from_torch: dict[str, FromTorch] | None = None,
@@ -108,7 +105,6 @@ def _define_predicate(
             inputs=("x",),
             outputs=("y",),
             attributes=attributes or {},
-            since_version=since_version,
             from_torch={torch_name: capture, **(from_torch or {})},
             shapes=lambda n: (TensorType(ir.DataType.BOOL, sizes.dims_of(n.x)),),
             body=body,
@@ -141,13 +137,12 @@ def _is_finite_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))  # type: ignore[no-any-return]
 
 
-IS_NAN = _define_predicate("IsNaN", "aten.isnan.default", torch.isnan, since_version=20)
+IS_NAN = _define_predicate("IsNaN", "aten.isnan.default", torch.isnan)
 CPP.register(IS_NAN, Elementwise("{0} != {0}"))
 IS_INF = _define_predicate(
     "IsInf",
     "aten.isinf.default",
     torch.isinf,
-    since_version=20,
     attributes={"detect_negative": 1, "detect_positive": 1},
     from_torch={
         "aten.isposinf.default": lambda op, x: op.IsInf(_as_float(op, x), detect_negative=0),

@@ -93,7 +93,6 @@ CAST = define(
         inputs=("x",),
         outputs=("y",),
         attributes={"to": REQUIRED, "saturate": 1},
-        since_version=19,
         from_torch={
             "aten._to_copy.default": _capture_to_copy,
             "aten.to.device": _capture_to_device,
@@ -188,7 +187,6 @@ def _define_copy(
             inputs=("x",),
             outputs=("y",),
             attributes=attributes or {},
-            since_version=19 if domain == ONNX else 1,
             from_torch=from_torch,
             shapes=same_as("x"),
             body=STANDARD if domain == ONNX else lambda op, n: op.Identity(n.x),
@@ -261,7 +259,6 @@ OVERWRITTEN = define(
         inputs=("old", "new"),
         outputs=("y",),
         attributes={},
-        since_version=1,
         from_torch={},
         shapes=same_as("new"),
         body=lambda op, n: op.Identity(n.new),

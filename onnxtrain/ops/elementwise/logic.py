@@ -49,7 +49,6 @@ def _define_logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], sy
         kernel,
         None,
         symbol=symbol,
-        since_version=7,
     )
     bitwise = define_binary(
         f"Bitwise{name}",
@@ -57,7 +56,6 @@ def _define_logical_and_bitwise(name: str, kernel: Callable[[Any, Any], Any], sy
         kernel,
         None,
         symbol=symbol,
-        since_version=18,
     )
     COMMUTATIVE.add(logical, bitwise)
     CPP.implements(logical, bitwise)(Elementwise(f"{{0}} {symbol} {{1}}"))
@@ -69,6 +67,4 @@ OR, BITWISE_OR = _define_logical_and_bitwise("Or", operator.or_, "|")
 XOR, BITWISE_XOR = _define_logical_and_bitwise("Xor", operator.xor, "^")
 NOT = define_unary("Not", {"aten.logical_not.default": _capture_logical("Not")}, torch.logical_not, None)
 CPP.register(NOT, Elementwise("!{0}"))
-BITWISE_NOT = define_unary(
-    "BitwiseNot", {"aten.bitwise_not.default": _capture_bitwise("Not")}, torch.bitwise_not, None, since_version=18
-)
+BITWISE_NOT = define_unary("BitwiseNot", {"aten.bitwise_not.default": _capture_bitwise("Not")}, torch.bitwise_not, None)

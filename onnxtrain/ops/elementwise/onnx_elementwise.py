@@ -42,7 +42,7 @@ def _mean_call(n: NodeView, terms: Sequence[Any]) -> Call:
     return Infix("/", operator.truediv, total, len(terms))
 
 
-define_by_body("Mean", ("terms...",), _mean_body, _mean_call, since_version=13, shapes=_mean_types)
+define_by_body("Mean", ("terms...",), _mean_body, _mean_call, shapes=_mean_types)
 
 
 # CastLike, BitShift, Scale
@@ -59,7 +59,6 @@ define_by_body(
     lambda op, n: cast(op, n.x, dtype_of(n.target)) if dtype_of(n.x) != dtype_of(n.target) else op.Identity(n.x),
     lambda n, x, target: Method("to", Method("clone", x), TORCH_DTYPES[dtype_of(n.target)]),
     attributes={"saturate": 1},
-    since_version=19,
     shapes=lambda n: (TensorType(dtype_of(n.target), sizes.dims_of(n.x)),),
     axes=lambda n: "..., - -> ...",
     nondiff_inputs=frozenset({"target"}),
@@ -70,7 +69,6 @@ define_binary(
     torch.bitwise_left_shift,
     None,
     attributes={"direction": REQUIRED},
-    since_version=11,
     lower=lambda n, a, b: Call(torch.bitwise_left_shift if n.direction == "LEFT" else torch.bitwise_right_shift, a, b),
 )
 define_by_body(

@@ -86,7 +86,6 @@ POW = define_binary(
     _pow_gradient,
     reads=("a", "b", "y"),
     accepts_scalars=True,
-    since_version=15,
 )
 
 
@@ -120,7 +119,6 @@ SQRT = define_unary(
     torch.sqrt,
     _sqrt_gradient,
     reads=("y",),
-    since_version=13,
 )
 CPP.register(SQRT, Elementwise("std::sqrt({0})"))
 RSQRT = define_unary(
@@ -161,7 +159,6 @@ EXP = define_unary(
     torch.exp,
     lambda op, n, dy: op.Mul(dy, n.y),
     reads=("y",),
-    since_version=13,
 )
 CPP.register(EXP, Elementwise("std::exp({0})"))
 EXPM1 = define_unary(
@@ -217,7 +214,6 @@ LOG = define_unary(
     "aten.log.default",
     torch.log,
     lambda op, n, dy: op.Div(dy, n.x),
-    since_version=13,
 )
 CPP.register(LOG, Elementwise("std::log({0})"))
 LOG1P = define_unary(

@@ -22,7 +22,6 @@ def _define_rounding(
     *,
     aliases: tuple[str, ...] = (),
     domain: str = ONNX,
-    since_version: int = 1,
     body: Any = STANDARD,
 ) -> OpDef:
     def capture(op: Builder, x: ir.Value) -> Any:
@@ -36,7 +35,6 @@ def _define_rounding(
         lambda op, n, dy: zeros_like(op, n.x),
         reads=(),
         domain=domain,
-        since_version=since_version,
         body=body,
     )
 
@@ -45,9 +43,9 @@ def _trunc_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Where(op.Less(n.x, op.scalar(0.0, like=n.x)), op.Ceil(n.x), op.Floor(n.x))  # type: ignore[no-any-return]
 
 
-FLOOR = _define_rounding("Floor", torch.floor, since_version=13)
+FLOOR = _define_rounding("Floor", torch.floor)
 CPP.register(FLOOR, Elementwise("std::floor({0})"))
-CEIL = _define_rounding("Ceil", torch.ceil, since_version=13)
+CEIL = _define_rounding("Ceil", torch.ceil)
 CPP.register(CEIL, Elementwise("std::ceil({0})"))
-ROUND = _define_rounding("Round", torch.round, since_version=11)
+ROUND = _define_rounding("Round", torch.round)
 TRUNC = _define_rounding("Trunc", torch.trunc, aliases=("fix",), domain=OWN, body=_trunc_body)

@@ -69,7 +69,6 @@ WHERE = define(
         inputs=("condition", "a", "b"),
         outputs=("y",),
         attributes={},
-        since_version=16,
         from_torch={
             "aten.where.self": _capture_where,
             "aten.where.ScalarOther": _capture_where,
@@ -164,7 +163,6 @@ def _define_extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any
             inputs=("terms...",),
             outputs=("y",),
             attributes={},
-            since_version=13,
             from_torch=dict.fromkeys(
                 (f"aten.{torch_name}.default", f"aten.{name.lower()}.other"), _capture_extreme(name)
             ),
@@ -264,7 +262,6 @@ CLIP = define(
         inputs=("x", "min?", "max?"),
         outputs=("y",),
         attributes={},
-        since_version=13,
         from_torch={
             "aten.clamp.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
             "aten.clip.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
@@ -291,7 +288,6 @@ CLAMP = define(
         inputs=("x", "min?", "max?"),
         outputs=("y",),
         attributes={},
-        since_version=1,
         from_torch={
             "aten.clamp.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
             "aten.clip.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),

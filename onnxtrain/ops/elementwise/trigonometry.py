@@ -25,7 +25,6 @@ def _define_function(
     kernel: Any,
     derivative: Derivative,
     *,
-    since_version: int,
     aliases: Sequence[str] = (),
     reads: str = "x",
 ) -> OpDef:
@@ -37,7 +36,6 @@ def _define_function(
         kernel,
         lambda op, n, dy: op.Mul(dy, derivative(op, n)),
         reads=(reads,),
-        since_version=since_version,
     )
 
 
@@ -48,31 +46,25 @@ def _square_plus(op: Builder, value: ir.Value, sign: int, offset: int) -> ir.Val
     return result
 
 
-SIN = _define_function("Sin", torch.sin, lambda op, n: op.Cos(n.x), since_version=7)
+SIN = _define_function("Sin", torch.sin, lambda op, n: op.Cos(n.x))
 CPP.register(SIN, Elementwise("std::sin({0})"))
-COS = _define_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)), since_version=7)
+COS = _define_function("Cos", torch.cos, lambda op, n: op.Neg(op.Sin(n.x)))
 CPP.register(COS, Elementwise("std::cos({0})"))
-_define_function("Tan", torch.tan, lambda op, n: _square_plus(op, n.y, 1, 1), since_version=7, reads="y")
-_define_function(
-    "Asin", torch.asin, lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, -1, 1)), since_version=7, aliases=("arcsin",)
-)
+_define_function("Tan", torch.tan, lambda op, n: _square_plus(op, n.y, 1, 1), reads="y")
+_define_function("Asin", torch.asin, lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, -1, 1)), aliases=("arcsin",))
 _define_function(
     "Acos",
     torch.acos,
     lambda op, n: op.Neg(op.own.Rsqrt(_square_plus(op, n.x, -1, 1))),
-    since_version=7,
     aliases=("arccos",),
 )
-_define_function("Sinh", torch.sinh, lambda op, n: op.Cosh(n.x), since_version=9)
-_define_function("Cosh", torch.cosh, lambda op, n: op.Sinh(n.x), since_version=9)
-_define_function(
-    "Asinh", torch.asinh, lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, 1, 1)), since_version=9, aliases=("arcsinh",)
-)
+_define_function("Sinh", torch.sinh, lambda op, n: op.Cosh(n.x))
+_define_function("Cosh", torch.cosh, lambda op, n: op.Sinh(n.x))
+_define_function("Asinh", torch.asinh, lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, 1, 1)), aliases=("arcsinh",))
 _define_function(
     "Acosh",
     torch.acosh,
     lambda op, n: op.own.Rsqrt(_square_plus(op, n.x, 1, -1)),
-    since_version=9,
     aliases=("arccosh",),
 )
 
@@ -90,16 +82,13 @@ def _erf_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(op.Mul(exponential, op.scalar(2 / math.sqrt(math.pi), like=n.x)), dy)  # type: ignore[no-any-return]
 
 
-ATAN = define_unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient, since_version=7)
-ATANH = define_unary(
-    "Atanh", ("aten.atanh.default", "aten.arctanh.default"), torch.atanh, _atanh_gradient, since_version=9
-)
+ATAN = define_unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient)
+ATANH = define_unary("Atanh", ("aten.atanh.default", "aten.arctanh.default"), torch.atanh, _atanh_gradient)
 ERF = define_unary(
     "Erf",
     ("aten.erf.default", "aten.special_erf.default"),
     torch.erf,
     _erf_gradient,
-    since_version=13,
 )
 CPP.register(ERF, Elementwise("std::erf({0})"))
 

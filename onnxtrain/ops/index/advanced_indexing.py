@@ -351,7 +351,6 @@ NON_ZERO = define_movement(
     _nonzero_types,
     lambda n, x: Call(_nonzero, x),
     None,
-    since_version=13,
     from_torch={
         "aten.nonzero.default": _capture_nonzero,
         "aten.nonzero_numpy.default": _capture_nonzero_numpy,

@@ -83,7 +83,6 @@ CONSTANT_OF_SHAPE = define_movement(
     None,
     host_inputs=frozenset({0}),
     attributes={"value": None},
-    since_version=9,
     from_torch={
         "aten.full.default": _capture_full,
         "aten.full_like.default": _capture_full,
@@ -209,7 +208,6 @@ RANGE = define_movement(
     _lower_range,
     None,
     host_inputs=frozenset({0, 1, 2}),
-    since_version=11,
     from_torch={
         "aten.arange.default": _capture_arange,
         "aten.arange.start": _capture_arange,

@@ -124,7 +124,6 @@ GATHER = define_movement(
     lambda op, n, dy: (op.ms.GatherGrad(op.shape_of(n.x), n.rows, dy, axis=axis_of(n, n.x)), None),
     reads=("rows",),
     attributes={"axis": 0},
-    since_version=13,
     from_torch={
         "aten.index_select.default": _capture_index_select,
         "aten.embedding.default": _capture_embedding,

@@ -100,7 +100,6 @@ GATHER_ELEMENTS = define_movement(
     lambda op, n, dy: (op.ms.GatherElementsGrad(dy, op.shape_of(n.x), n.indices, axis=axis_of(n, n.x)), None),
     reads=("indices",),
     attributes={"axis": 0},
-    since_version=13,
     from_torch={"aten.gather.default": _capture_gather, "aten.take_along_dim.default": _capture_take_along},
     axes=_gather_axes,
     nondiff_inputs=frozenset({"indices"}),
@@ -262,7 +261,6 @@ SCATTER_ELEMENTS = define_movement(
     _scatter_gradient,
     reads=("x", "indices", "updates", "y"),
     attributes={"axis": 0, "reduction": "none"},
-    since_version=18,
     from_torch={
         "aten.scatter.src": _capture_scatter,
         "aten.scatter.value": _capture_scatter,

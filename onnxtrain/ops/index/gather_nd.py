@@ -92,7 +92,6 @@ GATHER_ND = define_movement(
     _gather_gradient,
     reads=("indices",),
     attributes={"batch_dims": 0},
-    since_version=13,
     axes=_gather_axes,
     nondiff_inputs=frozenset({"indices"}),
 )
@@ -212,7 +211,6 @@ SCATTER_ND = define_movement(
     _scatter_nd_gradient,
     reads=("x", "indices", "updates", "y"),
     attributes={"reduction": "none"},
-    since_version=18,
     axes=_scatter_nd_axes,
     nondiff_inputs=frozenset({"indices"}),
 )

@@ -79,7 +79,6 @@ TOP_K = define_movement(
     host_inputs=frozenset({1}),
     outputs=("values", "indices"),
     attributes={"axis": -1, "largest": 1, "sorted": 1},
-    since_version=11,
     from_torch={"aten.topk.default": _capture_topk},
     axes=_ordered_axes,
     nondiff_inputs=frozenset({"k"}),
@@ -244,7 +243,6 @@ ONE_HOT = define_movement(
     None,
     host_inputs=frozenset({1}),
     attributes={"axis": -1},
-    since_version=11,
     from_torch={"aten.one_hot.default": _capture_one_hot},
     axes=_one_hot_axes,
 )

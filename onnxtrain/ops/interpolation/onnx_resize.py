@@ -377,7 +377,6 @@ define_fused(
     ("x", "roi?", "scales?", "sizes?"),
     ("y",),
     attributes=_ATTRIBUTES,
-    since_version=19,
     shapes=lambda n: (TensorType(dtype_of(n.x), _new_shape(n, sizes.dims_of(n.x))),),
     body=STANDARD,
     gradient=(Gradient(_gradient, reads=()),),

@@ -186,7 +186,6 @@ EINSUM = define(
         inputs=("xs...",),
         outputs=("y",),
         attributes={"equation": REQUIRED},
-        since_version=12,
         from_torch={
             "aten.einsum.default": restrict_to_matmul_dtypes(_capture_einsum),
             "aten.tensordot.default": restrict_to_matmul_dtypes(_capture_tensordot),

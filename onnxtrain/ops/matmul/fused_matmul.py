@@ -143,7 +143,6 @@ FUSED_MATMUL = define(
         inputs=("a", "b"),
         outputs=("y",),
         attributes={"alpha": 1.0, "transA": 0, "transB": 0, "transBatchA": 0, "transBatchB": 0},
-        since_version=1,
         from_torch={},
         shapes=_fused_type,
         body=_fused_body,

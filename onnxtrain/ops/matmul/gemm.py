@@ -108,7 +108,6 @@ GEMM = define(
         inputs=("a", "b", "c?"),
         outputs=("y",),
         attributes={"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0},
-        since_version=13,
         from_torch={"aten.addmm.default": restrict_to_matmul_dtypes(_capture_addmm)},
         shapes=_gemm_type,
         body=STANDARD,

@@ -103,7 +103,6 @@ LINEAR = define(
         inputs=("x", "w", "b?"),
         outputs=("y",),
         attributes={},
-        since_version=1,
         from_torch={"aten.linear.default": restrict_to_matmul_dtypes(_capture_linear)},
         shapes=_linear_type,
         body=_linear_body,

@@ -166,7 +166,6 @@ MATMUL = define(
         inputs=("a", "b"),
         outputs=("y",),
         attributes={},
-        since_version=13,
         from_torch={name: restrict_to_matmul_dtypes(convert) for name, convert in _MATMUL_CAPTURES.items()},
         shapes=_matmul_type,
         body=STANDARD,

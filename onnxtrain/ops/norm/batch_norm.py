@@ -434,7 +434,6 @@ BATCH_NORMALIZATION = define_fused(
     ("x", "scale", "b", "input_mean", "input_var"),
     ("y",),
     attributes={"epsilon": 1e-5, "momentum": 0.9, "training_mode": 0},
-    since_version=15,
     from_torch={"aten._native_batch_norm_legit_no_training.default": _capture_no_training},
     shapes=lambda n: (type_of(n.x),),
     body=STANDARD,

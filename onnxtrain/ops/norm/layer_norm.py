@@ -193,7 +193,6 @@ LAYER_NORM = define_fused(
     ("x", "scale", "b?"),
     ("y", "mean", "inv_std"),
     attributes={"axis": -1, "epsilon": 1e-5, "stash_type": 1},
-    since_version=17,
     from_torch={
         "aten.layer_norm.default": _capture_layer_norm,
         "aten.native_layer_norm.default": _capture_native_layer_norm,

@@ -162,7 +162,6 @@ define_by_body(
         "ceil_mode": 0,
         "auto_pad": "NOTSET",
     },
-    since_version=18,
     shapes=lambda n: (TensorType(dtype_of(n.x), _lp_shape(n)),),
     axes=pool_axes,
     flops=lambda n: sizes.multiply(3, numel(n.node.outputs[0]), product(n.kernel_shape)),
@@ -173,7 +172,6 @@ define_by_body(
     lambda op, n: _root(op, sum_over(op, _powers(op, n), range(2, rank_of(n.x))), n.p),
     lambda n, x: Call(torch.linalg.vector_norm, x, n.p, list(range(2, rank_of(n.x))), True),
     attributes={"p": 2},
-    since_version=2,
     ort_compatible=never,  # onnxruntime has no kernel for this opset
     shapes=_global_types,
     axes=_global_axes,
@@ -227,7 +225,6 @@ define_by_body(
     _unpool_body,
     _lower_unpool,
     attributes={"kernel_shape": REQUIRED, "pads": None, "strides": None},
-    since_version=11,
     shapes=lambda n: (TensorType(dtype_of(n.x), _unpooled_shape(n)),),
     axes=no_axes,
     nondiff_inputs=frozenset({"indices", "shape"}),

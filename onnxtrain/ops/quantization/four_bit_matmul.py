@@ -275,7 +275,6 @@ MATMUL_BNB4 = define(
             "training_mode": 0,
             "transB": 1,
         },
-        since_version=1,
         from_torch={"bitsandbytes.gemm_4bit.default": _capture},
         shapes=_types,
         body=_body,

@@ -50,7 +50,6 @@ def _define_random(
     attributes: dict[str, Any],
     shapes: Callable[[NodeView], Sequence[TensorType]],
     lower: Callable[..., Call],
-    since_version: int,
     from_torch: Mapping[str, FromTorch] | None = None,
 ) -> None:
     define(
@@ -60,7 +59,6 @@ def _define_random(
             inputs=inputs,
             outputs=("y",),
             attributes={**attributes, "seed": None},
-            since_version=since_version,
             from_torch=from_torch or {},
             shapes=shapes,
             body=STANDARD,
@@ -154,7 +152,6 @@ _define_random(
     {**_NORMAL, "shape": REQUIRED},
     _type_by_attribute,
     lambda n: Call(normal, n.shape, n.mean, n.scale, TORCH_DTYPES[_dtype(n)], DEVICE),
-    1,
     dict.fromkeys(("aten.randn.default", "aten.randn_like.default"), _capture("RandomNormal")),
 )
 _define_random(
@@ -163,7 +160,6 @@ _define_random(
     {**_UNIFORM, "shape": REQUIRED},
     _type_by_attribute,
     lambda n: Call(uniform, n.shape, n.low, n.high, TORCH_DTYPES[_dtype(n)], DEVICE),
-    1,
     dict.fromkeys(("aten.rand.default", "aten.rand_like.default"), _capture("RandomUniform")),
 )
 _define_random(
@@ -172,7 +168,6 @@ _define_random(
     _NORMAL,
     _type_by_input,
     lambda n, x: Call(normal_like, x, n.mean, n.scale, TORCH_DTYPES[_dtype(n)]),
-    1,
 )
 _define_random(
     "RandomUniformLike",
@@ -180,7 +175,6 @@ _define_random(
     _UNIFORM,
     _type_by_input,
     lambda n, x: Call(uniform_like, x, n.low, n.high, TORCH_DTYPES[_dtype(n)]),
-    1,
 )
 _define_random(
     "Bernoulli",
@@ -188,7 +182,6 @@ _define_random(
     {"dtype": None},
     _type_by_input,
     lambda n, x: Call(bernoulli, x, TORCH_DTYPES[_dtype(n)]),
-    15,
     {"aten.bernoulli.default": _capture_bernoulli, "aten.bernoulli.p": _capture_bernoulli_p},
 )
 _define_random(
@@ -197,5 +190,4 @@ _define_random(
     {"dtype": int(ir.DataType.INT32), "sample_size": 1},
     lambda n: (TensorType(_dtype(n), (sizes.dims_of(n.x)[0], n.sample_size)),),
     lambda n, x: Call(multinomial, x, n.sample_size, TORCH_DTYPES[_dtype(n)]),
-    7,
 )

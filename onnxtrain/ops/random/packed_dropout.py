@@ -161,7 +161,6 @@ BITMASK_DROPOUT = define(
         inputs=("x", "ratio?", "training_mode?"),
         outputs=("y", "mask"),
         attributes={"seed": None},
-        since_version=1,
         from_torch={},
         shapes=lambda n: (type_of(n.x), _mask_type(n, n.x)),
         body=_bitmask_body,

@@ -173,7 +173,6 @@ define(
             "scan_output_axes": None,
             "scan_output_directions": None,
         },
-        since_version=11,
         from_torch={},
         shapes=_types,
         body=STANDARD,

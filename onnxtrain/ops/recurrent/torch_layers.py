@@ -260,7 +260,6 @@ def _define(cell: Cell) -> None:
     last = ("h", "c") if cell.has_state else ("h",)
     common: dict[str, Any] = {
         "domain": OWN,
-        "since_version": 1,
         "from_torch": {},
         "ort_compatible": never,
         "nondiff_inputs": frozenset(),

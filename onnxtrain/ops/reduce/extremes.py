@@ -99,7 +99,7 @@ def _nan_propagating_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
 def _define_extreme(name: str, torch_name: str, function: Callable[..., Any]) -> OpDef:
     """Define ONNX's reduction and ours, and return ONNX's."""
     lower, reads = _lower_over_axes(function), ("x", "y")
-    op = define_reduction(name, {}, lower, _evenly_shared_gradient, reads=reads, since_version=20)
+    op = define_reduction(name, {}, lower, _evenly_shared_gradient, reads=reads)
     from_torch = dict.fromkeys((f"aten.a{torch_name}.default", f"aten.{torch_name}.default"), _capture_extreme(name))
     if torch_name == "min":
         from_torch["aten.aminmax.default"] = _capture_aminmax
@@ -215,7 +215,6 @@ def _define_arg_extreme(name: str, domain: str, function: Any, from_torch: Mappi
             inputs=("x",),
             outputs=("y",),
             attributes={"axis": 0, "keepdims": 1, **({"select_last_index": 0} if domain == ONNX else {})},
-            since_version=13 if domain == ONNX else 1,
             from_torch=from_torch,
             shapes=_index_type,
             body=body,
@@ -287,7 +286,6 @@ def _define_dim_extreme(name: str, function: Any) -> None:
             inputs=("x",),
             outputs=("values", "indices"),
             attributes={"axis": -1, "keepdims": 1},
-            since_version=1,
             from_torch={f"aten.{name.lower()}.dim": _capture_dim(f"{name}Dim")},
             shapes=_dim_types,
             body=_dim_body(name),

@@ -86,7 +86,7 @@ def _l2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return op.Mul(with_reduced_axes(op, n, dy), direction)  # type: ignore[no-any-return]
 
 
-REDUCE_L1 = define_reduction("ReduceL1", {}, _lower_norm(1), _l1_gradient, reads=("x",), since_version=18)
+REDUCE_L1 = define_reduction("ReduceL1", {}, _lower_norm(1), _l1_gradient, reads=("x",))
 REDUCE_L2 = define_reduction(
     "ReduceL2",
     {
@@ -106,7 +106,6 @@ REDUCE_L2 = define_reduction(
     _lower_norm(2),
     _l2_gradient,
     reads=("x", "y"),
-    since_version=18,
 )
 
 
@@ -170,5 +169,4 @@ REDUCE_LOG_SUM_EXP = define_reduction(
     lower_reduction(torch.logsumexp),
     _logsumexp_gradient,
     reads=("x", "y"),
-    since_version=18,
 )

@@ -37,7 +37,6 @@ def _define_reduction(
     body: Callable[[Builder, NodeView], ir.Value],
     function: Callable[..., Any],
     domain: str,
-    since_version: int,
 ) -> None:
     define_by_body(
         name,
@@ -46,7 +45,6 @@ def _define_reduction(
         lambda n, x, axes: Call(function, x, list(axes_of(n)), bool(n.keepdims)),
         domain=domain,
         attributes={"keepdims": 1, "noop_with_empty_axes": 0},
-        since_version=since_version,
         shapes=output_types,
         axes=axis_map,
         nondiff_inputs=frozenset({"axes"}),
@@ -67,8 +65,8 @@ def sum_square(x: torch.Tensor, axes: Sequence[int], keepdim: bool) -> torch.Ten
     return sum_kernel(x.square(), axes, keepdim)
 
 
-_define_reduction("ReduceLogSum", lambda op, n: op.Log(_sum(op, n, n.x)), log_sum, "", 18)
-_define_reduction("ReduceSumSquare", lambda op, n: _sum(op, n, op.Mul(n.x, n.x)), sum_square, "", 18)
+_define_reduction("ReduceLogSum", lambda op, n: op.Log(_sum(op, n, n.x)), log_sum, "")
+_define_reduction("ReduceSumSquare", lambda op, n: _sum(op, n, op.Mul(n.x, n.x)), sum_square, "")
 _define_reduction(
     "ReduceSumTraining",
     lambda op, n: (
@@ -76,7 +74,6 @@ _define_reduction(
     ),
     sum_kernel,
     MICROSOFT,
-    1,
 )
 
 

@@ -84,7 +84,6 @@ REDUCE_SUM = define_reduction(
     },
     lower_reduction(torch.sum),
     expanded_to_input,
-    since_version=13,
 )
 
 
@@ -139,7 +138,6 @@ SUM_TO = define(
         inputs=("x", "shape"),
         outputs=("y",),
         attributes={},
-        since_version=1,
         from_torch={"aten.sum_to_size.default": _capture_sum_to},
         shapes=_sum_to_type,
         body=_sum_to_body,
@@ -190,7 +188,6 @@ REDUCE_MEAN = define_reduction(
     {"aten.mean.default": _capture_mean, "aten.mean.dim": _capture_mean},
     lower_reduction(torch.mean),
     mean_gradient,
-    since_version=18,
     body=_mean_body,
     ort_compatible=_has_elements,
 )
@@ -237,7 +234,6 @@ REDUCE_PROD = define_reduction(
     _lower_prod,
     _prod_gradient,
     reads=("x",),
-    since_version=18,
 )
 
 
@@ -294,7 +290,6 @@ CUM_SUM = define(
         inputs=("x", "axis"),
         outputs=("y",),
         attributes={"exclusive": 0, "reverse": 0},
-        since_version=14,
         from_torch={"aten.cumsum.default": _capture_cumsum},
         shapes=same_as("x"),
         body=STANDARD,

@@ -149,7 +149,6 @@ def _define_with_mean(
             inputs=("x", "axes?"),
             outputs=("y", "mean"),
             attributes={"keepdims": 1, "noop_with_empty_axes": 0, "correction": 1.0},
-            since_version=1,
             from_torch=_from_torch(name, torch_name),
             shapes=lambda n: (*output_types(n), *output_types(n)),
             body=body_with_mean,

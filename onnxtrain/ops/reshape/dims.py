@@ -111,7 +111,6 @@ TRANSPOSE = define_movement(
     lambda n, x: Call(torch.permute, x, perm_of(n)),
     lambda op, n, dy: op.Transpose(dy, perm=inverse(perm_of(n))),
     attributes={"perm": None},
-    since_version=13,
     from_torch={
         "aten.permute.default": transposed,
         "aten.permute_copy.default": transposed,
@@ -191,7 +190,6 @@ SQUEEZE = define_movement(
     lambda n, x, axes: Call(torch.squeeze, x, _dropped_axes(n)),
     lambda op, n, dy: (op.Unsqueeze(dy, int64_vector(op, _dropped_axes(n))), None)[: len(n.node.inputs)],
     host_inputs=frozenset({1}),
-    since_version=13,
     from_torch={
         "aten.squeeze.default": _capture_squeeze,
         "aten.squeeze.dim": _capture_squeeze,
@@ -261,7 +259,6 @@ UNSQUEEZE = define_movement(
     _lower_unsqueeze,
     lambda op, n, dy: (op.Squeeze(dy, int64_vector(op, _added_axes(n))), None),
     host_inputs=frozenset({1}),
-    since_version=13,
     from_torch={
         "aten.unsqueeze.default": unsqueezed,
         "aten.unsqueeze_copy.default": unsqueezed,
@@ -353,7 +350,6 @@ EXPAND = define_movement(
     _lower_expand,
     lambda op, n, dy: (dy, None),
     host_inputs=frozenset({1}),
-    since_version=13,
     from_torch=_FROM_TORCH,
     axes=_expand_axes,
     view=True,

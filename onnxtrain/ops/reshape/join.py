@@ -105,7 +105,6 @@ CONCAT = define_movement(
     lambda n, xs: Call(torch.cat, xs, axis_of(n, n.xs[0])),
     _concat_gradient,
     attributes={"axis": 0},
-    since_version=13,
     from_torch={
         "aten.cat.default": _capture_cat,
         "aten.concat.default": _capture_cat,
@@ -253,7 +252,6 @@ SPLIT = define_movement(
     outputs=("ys...",),
     host_inputs=frozenset({1}),
     attributes={"axis": 0, "num_outputs": None},
-    since_version=18,
     from_torch={
         "aten.split.Tensor": _capture_split,
         "aten.split.sizes": _capture_split,

@@ -55,7 +55,6 @@ TRILU = define_movement(
     _trilu_gradient,
     host_inputs=frozenset({1}),
     attributes={"upper": 1},
-    since_version=14,
     from_torch={"aten.tril.default": _capture_trilu(0), "aten.triu.default": _capture_trilu(1)},
     axes=_trilu_axes,
     nondiff_inputs=frozenset({"k"}),

@@ -180,7 +180,6 @@ PAD = define_movement(
     ),
     _pad_gradient,
     attributes={"mode": "constant"},
-    since_version=21,
     from_torch={
         "aten.constant_pad_nd.default": _capture_constant,
         "aten.pad.default": _capture_pad,

@@ -63,7 +63,6 @@ SHAPE = define_movement(
     _lower_shape,
     None,
     attributes={"start": 0, "end": None},
-    since_version=15,
     host_eval=lambda n, x: tuple(x.size(i) for i in _axes_of_shape(n)),
     shape_only_inputs=frozenset({"x"}),
 )
@@ -86,7 +85,6 @@ SIZE = define_movement(
     lambda n: (TensorType(ir.DataType.INT64, ()),),
     lambda n, x: Call(_numel, x),
     None,
-    since_version=13,
     host_eval=_numel_on_host,
     shape_only_inputs=frozenset({"x"}),
 )
@@ -216,7 +214,6 @@ RESHAPE = define_movement(
     lambda op, n, dy: (reshaped(op, dy, sizes.dims_of(n.x)), None),
     host_inputs=frozenset({1}),
     attributes={"allowzero": 0},
-    since_version=14,
     from_torch=_FROM_TORCH,
     axes=_reshape_axes,
     view=True,

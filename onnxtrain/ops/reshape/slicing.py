@@ -199,7 +199,6 @@ SLICE = define_movement(
     _lower_slice,
     _slice_gradient,
     host_inputs=frozenset({1, 2, 3, 4}),
-    since_version=13,
     from_torch={
         "aten.slice.Tensor": _capture_slice,
         "aten.slice_copy.Tensor": _capture_slice,

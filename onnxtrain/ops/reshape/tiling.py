@@ -80,7 +80,6 @@ TILE = define_movement(
     lambda n, x, repeats: Method("repeat", x, repeats),
     _tile_gradient,
     host_inputs=frozenset({1}),
-    since_version=13,
     from_torch={
         "aten.repeat.default": _capture_repeat,
         "aten.tile.default": _capture_repeat,
