@@ -22,8 +22,8 @@ from onnxtrain.graph.values import TensorType, rank_of, set_type
 from onnxtrain.ops import NOT_DIFFERENTIABLE, Effects, NoBody, OpDef, builder, definition_of, lookup
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.definition import OPSET
-from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS
 from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
+from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS
 from onnxtrain.plan.cut import cut, single_part
 from onnxtrain.testing import assert_no_worse_than_eager
 from onnxtrain.torch_compat.tensors import storage_id

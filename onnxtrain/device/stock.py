@@ -19,8 +19,9 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.opset import convert_opset
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, set_type
 from onnxtrain.onnx_file import file_model
-from onnxtrain.ops import definition_of, unknown_node
+from onnxtrain.ops import unknown_node
 from onnxtrain.ops.bodies import body_of, inline_bodies
+from onnxtrain.ops.interfaces.stock_kernels import has_stock_kernel
 from onnxtrain.ops.local_functions import as_functions
 
 OPSET = 21  # of artifacts: supported since onnxruntime 1.18
@@ -111,11 +112,10 @@ def _remains_node(node: ir.Node) -> bool:
     """Whether the node is not inlined: a training op that becomes a function, or an op without body."""
     if (node.domain, node.op_type) == (OWN, unknown_node.NAME):
         return True
-    definition = definition_of(node)
     if node.domain == ONNX or body_of(node) is None:
         return False
     if node.domain == MICROSOFT and node.op_type in KNOWN_TO_ONNXRUNTIME:
-        return definition.ort_compatible(definition.view(node))
+        return has_stock_kernel(node)
     return True
 
 

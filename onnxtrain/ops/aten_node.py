@@ -23,7 +23,6 @@ from onnxtrain.errors import KernelError, UnsupportedOperatorError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ATEN, TensorType, dtype_of, is_differentiable_type, type_of
-from onnxtrain.ops.constructors import always
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -364,7 +363,6 @@ ATEN_OP = define(
         from_torch={},
         shapes=_declared_types,
         body=_NO_BODY,
-        ort_compatible=lambda n: False,
         gradient=(Gradient(_gradient, reads=("inputs", "outputs")),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_lower, host_inputs_if_known=lambda n: {n.tensors}),),
@@ -372,7 +370,6 @@ ATEN_OP = define(
         effects=Effects.RANDOM,  # not every schema says whether its operator is random: none is merged or dropped
         aliases={0: 0},  # if PyTorch's operator returns a view, it is one of the first tensor
         flops=lambda n: 0,
-        host_eval=None,
         count_outputs=lambda inputs, attributes: attributes["results"] + attributes.get("handles", 0),
     )
 )
@@ -412,7 +409,6 @@ define(
         from_torch={},
         shapes=_declared_types,
         body=_NO_BODY,
-        ort_compatible=always,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, t: Call(_differentiate, n.results, n.has_cotangent, t)),),
@@ -420,7 +416,6 @@ define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: 0,
-        host_eval=None,
         count_outputs=lambda inputs, attributes: int(attributes["inputs"]),
     )
 )

@@ -87,7 +87,6 @@ def define_unary(
     domain: str = ONNX,
     attributes: Mapping[str, Any] | None = None,
     body: Any = STANDARD,
-    ort_compatible: Callable[[NodeView], bool] | None = None,
     lower: Callable[..., Call] | None = None,
     flops: Callable[[NodeView], sizes.Size] = elementwise_flops,
     host_eval: Callable[..., Any] | None = None,
@@ -113,7 +112,6 @@ def define_unary(
             from_torch=names if isinstance(names, Mapping) else dict.fromkeys(names, capture),
             shapes=same_as("x"),
             body=body,
-            ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             nondiff_inputs=_NO_NAMES,
             kernels=(*preferred_kernels, Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place_input=0)),
@@ -147,7 +145,6 @@ def define_binary(
     nondiff_inputs: frozenset[str] = _NO_NAMES,
     host_eval: Callable[..., Any] | None = None,
     attributes: Mapping[str, Any] | None = None,
-    ort_compatible: Callable[[NodeView], bool] | None = None,
     accepts_scalars: bool = False,
     lower: Callable[..., Call] | None = None,
 ) -> OpDef:
@@ -171,7 +168,6 @@ def define_binary(
             from_torch=from_torch,
             shapes=shapes,
             body=body,
-            ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             nondiff_inputs=nondiff_inputs,
             kernels=(Kernel(lower=lower, accepts_scalars=accepts_scalars, in_place_input=in_place_input),),
@@ -258,7 +254,6 @@ def define_fused(
             from_torch=from_torch or {},
             shapes=shapes,
             body=body,
-            ort_compatible=always if body is STANDARD else never,
             gradient=gradient,
             nondiff_inputs=nondiff_inputs,
             kernels=(*kernels, *_with_alternatives(kernel, others, atomic_on_gpu)),
@@ -266,7 +261,6 @@ def define_fused(
             effects=Effects.NONE,
             aliases={},
             flops=flops,
-            host_eval=None,
             **optional_fields,
             nondiff_outputs=frozenset(
                 name.rstrip("?") for name in outputs[1:]
@@ -313,7 +307,6 @@ def define_by_body(
     axes: Callable[[NodeView], str] = broadcast_axes,
     nondiff_inputs: frozenset[str] = frozenset(),
     flops: Callable[[NodeView], Size] = elementwise_flops,
-    ort_compatible: Callable[[NodeView], bool] | None = None,
     host_inputs: frozenset[int] = frozenset(),
     synchronizes: Callable[[NodeView], bool] = never,
     differentiable: bool = True,
@@ -321,11 +314,7 @@ def define_by_body(
     effects: Effects = Effects.NONE,
     aliases: Mapping[int, int] | None = None,
 ) -> OpDef:
-    """Define an op by its body.
-
-    Without `shapes` its output has the type of the first input. Without `ort_compatible`, stock onnxruntime's kernel
-    may run an op of ONNX's own domain, and an op of another domain is always expanded into its body.
-    """
+    """Define an op by its body. Without `shapes` its output has the type of the first input."""
     return define(
         OpDef(
             domain=domain,
@@ -336,7 +325,6 @@ def define_by_body(
             from_torch=from_torch or {},
             shapes=shapes or same_as(inputs[0].removesuffix("...")),
             body=body,
-            ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=BY_BODY if differentiable else NOT_DIFFERENTIABLE,
             nondiff_inputs=nondiff_inputs,
             kernels=(Kernel(lower=lower, host_inputs=host_inputs, synchronizes=synchronizes),),
@@ -344,7 +332,6 @@ def define_by_body(
             effects=effects,
             aliases=aliases or {},
             flops=flops,
-            host_eval=None,
             count_outputs=count_outputs,
         )
     )

@@ -280,7 +280,6 @@ class OpDef:
             are passed as values, sizes as ints or expressions, and `op.out` holds PyTorch's output types.
         shapes: from the node, the types of its outputs.
         body: its meaning in standard ops: STANDARD, a builder, or NoBody(reason).
-        ort_compatible: from the node, whether stock onnxruntime's own kernel of this name computes the same.
         gradient: one or more ways to differentiate, the first is the default; or BY_BODY: the node is replaced by its
             body if a gradient flows through it; or NOT_DIFFERENTIABLE.
         nondiff_inputs: inputs that are never differentiated (indices, shapes, masks).
@@ -309,7 +308,6 @@ class OpDef:
     from_torch: Mapping[str, FromTorch]
     shapes: Callable[[NodeView], Sequence[TensorType]]
     body: Body | Literal[Standard.STANDARD] | NoBody
-    ort_compatible: Callable[[NodeView], bool]
     gradient: tuple[Gradient, ...] | Literal[ByBody.BY_BODY, NotDifferentiable.NOT_DIFFERENTIABLE]
     nondiff_inputs: frozenset[str]
     kernels: tuple[Kernel, ...]
@@ -317,7 +315,7 @@ class OpDef:
     effects: Effects
     aliases: Mapping[int, int]
     flops: Callable[[NodeView], Size]
-    host_eval: Callable[..., Any] | None
+    host_eval: Callable[..., Any] | None = None
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = field(default=None)
     shape_only_inputs: frozenset[str] = frozenset()
     nondiff_outputs: frozenset[str] = frozenset()

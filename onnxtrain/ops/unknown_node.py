@@ -85,7 +85,6 @@ define(
         from_torch={},
         shapes=_outputs,
         body=NoBody("a custom op, or a standard op without a definition in onnxtrain"),
-        ort_compatible=lambda n: True,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_no_kernel),),
@@ -93,6 +92,5 @@ define(
         effects=Effects.HOST_SYNC,  # neither folded nor merged: its effects are unknown
         aliases={},
         flops=lambda n: numel(n.node.outputs[0]),
-        host_eval=None,
     )
 )

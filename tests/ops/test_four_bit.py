@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from onnxtrain.ops import lookup, view
+from onnxtrain.ops.interfaces.stock_kernels import has_stock_kernel
 from onnxtrain.ops.quantization.four_bit_matmul import (
     LEVELS,
     TYPES,
@@ -21,22 +21,22 @@ from tests.ops.cases_four_bit import CASES, case
 
 @pytest.mark.parametrize("quant_type", [0, 1])
 def test_kernel_of_stock_onnxruntime_computes_the_same(quant_type: int) -> None:
-    """With attributes that `ort_compatible` accepts. K is a multiple of the block size, as onnxruntime requires."""
+    """With attributes that `has_stock_kernel` accepts. K is a multiple of the block size, as onnxruntime requires."""
     check = CaseCheck(case(24, 32, 32, quant_type, 1), torch.float32)
     node = check.model.graph[0]
-    assert check.definition.ort_compatible(view(node))
+    assert has_stock_kernel(node)
     sizes = next(iter(check.case.size_sets()))
     tensors = check.tensors(sizes)
     eager, exact = (check.reference(tensors, sizes, dtype) for dtype in (torch.float32, torch.float64))
     check._compare("native", run_model(check.model, tensors), eager.outputs, exact.outputs)
 
 
-def test_attributes_that_onnxruntime_lacks_are_not_ort_compatible() -> None:
-    definition = lookup("com.microsoft", "MatMulBnb4")
+def test_attributes_that_onnxruntime_lacks_have_no_stock_kernel() -> None:
     for op_case in CASES:
         check = CaseCheck(op_case, torch.float32)
-        compatible = definition.ort_compatible(view(check.model.graph[0]))
-        assert compatible == (op_case.attributes["transB"] == 1 and "nested" not in op_case.label)
+        assert has_stock_kernel(check.model.graph[0]) == (
+            op_case.attributes["transB"] == 1 and "nested" not in op_case.label
+        )
 
 
 def arguments(nested: bool, n: int = 48, k: int = 32, block: int = 32) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.constructors import define_unary, elementwise_flops, never
+from onnxtrain.ops.constructors import define_unary, elementwise_flops
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     Body,
@@ -73,7 +73,6 @@ def define_activation_grad(
             from_torch={},
             shapes=shapes,
             body=body,
-            ort_compatible=never,
             gradient=NOT_DIFFERENTIABLE,  # for second-order gradients PyTorch reruns the module
             nondiff_inputs=frozenset(),
             kernels=tuple(kernels),
@@ -81,7 +80,6 @@ def define_activation_grad(
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
-            host_eval=None,
         )
     )
     IMAGES.register(op, Images(frozenset({"dy", saved, "dx"})))
@@ -102,7 +100,6 @@ def define_activation(
     grad_name: str | None = None,
     saved: str = "x",
     attributes: Mapping[str, Any] | None = None,
-    ort_compatible: Callable[[NodeView], bool] | None = None,
     flops: int = 4,
     grad_lower_on_gpu: Lower | None = None,
     preferred_kernels: tuple[Kernel, Kernel] | None = None,
@@ -125,7 +122,6 @@ def define_activation(
         domain=domain,
         attributes=defaults,
         body=body,
-        ort_compatible=ort_compatible,
         lower=lower,
         flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
         preferred_kernels=preferred_kernels[:1] if preferred_kernels else (),

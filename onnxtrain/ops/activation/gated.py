@@ -21,7 +21,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.activation.constructors import scalar
-from onnxtrain.ops.constructors import broadcast_axes, define_fused, elementwise_flops, never
+from onnxtrain.ops.constructors import broadcast_axes, define_fused, elementwise_flops
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.native_kernels import may_compile
@@ -79,7 +79,6 @@ GLU = define(
         from_torch={"aten.glu.default": _capture_glu},
         shapes=_glu_types,
         body=_glu_body,
-        ort_compatible=never,
         gradient=(Gradient(lambda op, n, dy: op.own.GluGrad(dy, n.x, axis=n.axis), ("x",)),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, x: Call(aten_kernels.glu, x, n.axis)),),
@@ -87,7 +86,6 @@ GLU = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(5, elementwise_flops(n)),
-        host_eval=None,
     )
 )
 GLU_GRAD = define(
@@ -100,7 +98,6 @@ GLU_GRAD = define(
         from_torch={},
         shapes=lambda n: (type_of(n.x),),
         body=_glu_grad_body,
-        ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, dy, x: Call(_glu_backward, dy, x, n.axis)),),
@@ -108,7 +105,6 @@ GLU_GRAD = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(8, elementwise_flops(n)),
-        host_eval=None,
     )
 )
 

@@ -20,8 +20,9 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import normalize_axis, rank_of
 from onnxtrain.ops.activation.constructors import not_double
 from onnxtrain.ops.body_parts import add_scalar
-from onnxtrain.ops.constructors import define_by_body
+from onnxtrain.ops.constructors import define_by_body, never
 from onnxtrain.ops.definition import Call, Infix, NodeView, numel
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 
 
 def _swish_call(n: NodeView, x: Any) -> Call:
@@ -43,22 +44,22 @@ define_by_body(
     lambda op, n: op.Div(n.x, add_scalar(op, op.Abs(n.x), 1)),
     lambda n, x: Call(torch.nn.functional.softsign, x),
 )
-define_by_body(
+SWISH = define_by_body(
     "Swish",
     ("x",),
     lambda op, n: op.ms.QuickGelu(n.x, alpha=n.alpha),
     _swish_call,
     attributes={"alpha": 1.0},
-    ort_compatible=lambda n: False,  # exported graphs have an earlier opset
 )
-define_by_body(
+STOCK_KERNELS.register(SWISH, never)  # exported graphs have an earlier opset
+THRESHOLDED_RELU = define_by_body(
     "ThresholdedRelu",
     ("x",),
     lambda op, n: op.own.Threshold(n.x, threshold=n.alpha, value=0.0),
     lambda n, x: Call(torch.nn.functional.threshold, x, n.alpha, 0.0),
     attributes={"alpha": 1.0},
-    ort_compatible=not_double,
 )
+STOCK_KERNELS.register(THRESHOLDED_RELU, not_double)
 
 
 # Shrink
@@ -77,15 +78,15 @@ def shrink(x: torch.Tensor, bias: float, lambd: float) -> torch.Tensor:
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0.0))
 
 
-define_by_body(
+SHRINK = define_by_body(
     "Shrink",
     ("x",),
     _shrink_body,
     lambda n, x: Call(shrink, x, n.bias, n.lambd),
     attributes={"bias": 0.0, "lambd": 0.5},
-    ort_compatible=not_double,
     flops=lambda n: sizes.multiply(3, numel(n.x)),
 )
+STOCK_KERNELS.register(SHRINK, not_double)
 
 
 # Hardmax

@@ -24,7 +24,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.activation.constructors import define_activation, not_double, scalar
-from onnxtrain.ops.constructors import always, elementwise_flops, never, same_as
+from onnxtrain.ops.constructors import elementwise_flops, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -37,6 +37,7 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
 
@@ -112,7 +113,6 @@ LEAKY_RELU, LEAKY_RELU_GRAD = define_activation(
     _leaky_relu_grad_body,
     grad_domain=MICROSOFT,
     attributes={"alpha": 0.01},
-    ort_compatible=not_double,
     flops=2,
 )
 THRESHOLD, THRESHOLD_GRAD = define_activation(
@@ -199,7 +199,6 @@ HARD_SIGMOID, HARD_SIGMOID_GRAD = define_activation(
     lambda n, dy, x: Call(_aten.hardsigmoid_backward.default, dy, x),
     _hard_sigmoid_grad_body,
     attributes={"alpha": 0.2, "beta": 0.5},
-    ort_compatible=not_double,
 )
 HARD_SWISH, HARD_SWISH_GRAD = define_activation(
     "HardSwish",
@@ -208,7 +207,6 @@ HARD_SWISH, HARD_SWISH_GRAD = define_activation(
     lambda op, n: op.Mul(n.x, _hard_sigmoid(op, n)),
     lambda n, dy, x: Call(_aten.hardswish_backward.default, dy, x),
     _hard_swish_grad_body,
-    ort_compatible=not_double,
 )
 
 
@@ -292,7 +290,6 @@ PRELU = define(
         },
         shapes=same_as("x"),
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(_prelu_gradient, ("x", "slope")),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, x, slope: Call(aten_kernels.prelu, x, slope)),),
@@ -300,7 +297,6 @@ PRELU = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(2, elementwise_flops(n)),
-        host_eval=None,
     )
 )
 # PReluGrad(dy, x, slope) -> dx, dslope, both of x's shape: the differentiator sums dslope to slope's shape.
@@ -314,7 +310,6 @@ PRELU_GRAD = define(
         from_torch={},
         shapes=lambda n: (type_of(n.x), TensorType(dtype_of(n.slope), sizes.dims_of(n.x))),
         body=_prelu_grad_body,
-        ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, dy, x, slope: Call(aten_kernels.prelu_grad, dy, x, slope)),),
@@ -322,6 +317,6 @@ PRELU_GRAD = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(4, elementwise_flops(n)),
-        host_eval=None,
     )
 )
+STOCK_KERNELS.implements(LEAKY_RELU, HARD_SIGMOID, HARD_SWISH)(not_double)

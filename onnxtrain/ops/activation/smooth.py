@@ -28,6 +28,7 @@ from onnxtrain.ops.constructors import define_unary, elementwise_flops
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Infix, InPlaceCapableCall, Kernel, NodeView
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.interfaces.fused_regions import GAINS_FROM_FUSION
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.torch_compat import aten_kernels
 
@@ -197,11 +198,11 @@ QUICK_GELU, QUICK_GELU_GRAD = define_activation(
     domain=MICROSOFT,
     grad_domain=MICROSOFT,
     attributes={"alpha": 1.702},
-    ort_compatible=not_double,
     flops=6,
 )
 # silu(gate) * up of [2048, 1536]: 0.91 ms as one kernel, 1.56 ms as two
 GAINS_FROM_FUSION.add(QUICK_GELU, QUICK_GELU_GRAD)
+STOCK_KERNELS.register(QUICK_GELU, not_double)
 
 
 # Softplus, Mish, LogSigmoid
@@ -243,8 +244,9 @@ SOFTPLUS = define_unary(
     aten_kernels.softplus,
     lambda op, n, dy: op.own.SoftplusGrad(dy, n.x),
     body=lambda op, n: _softplus(op, n, 1, 20),
-    ort_compatible=not_double,  # PyTorch returns x above 20: float64 resolves the difference to softplus(x)
 )
+# PyTorch returns x above 20: float64 resolves the difference to softplus(x).
+STOCK_KERNELS.register(SOFTPLUS, not_double)
 
 
 def _mish_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -329,7 +331,6 @@ ELU = define_unary(
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha),
     attributes={"alpha": 1.0},
     body=lambda op, n: _generalized_elu(op, n, n.alpha, 1.0, 1.0),
-    ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha),
 )
 SELU = define_unary(
@@ -339,9 +340,9 @@ SELU = define_unary(
     lambda op, n, dy: op.own.EluGrad(dy, n.x, alpha=n.alpha, scale=n.gamma),
     attributes={"alpha": _SELU_ALPHA, "gamma": _SELU_SCALE},
     body=lambda op, n: _generalized_elu(op, n, n.alpha, n.gamma, 1.0),
-    ort_compatible=not_double,
     lower=lambda n, x: Call(aten_kernels.elu, x, n.alpha, n.gamma),
 )
+STOCK_KERNELS.implements(ELU, SELU)(not_double)
 CELU = define_unary(
     "Celu",
     {"aten.celu.default": lambda op, x, alpha=1.0: op.own.Celu(x, alpha=float(alpha))},

@@ -21,7 +21,6 @@ from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions
 from onnxtrain.ops.attention.scores import score_dtype, score_factor
 from onnxtrain.ops.body_parts import cast, mul_scalar
-from onnxtrain.ops.constructors import never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     Body,
@@ -93,7 +92,6 @@ def define_attention(
             from_torch={},
             shapes=types,
             body=body,
-            ort_compatible=never,
             gradient=(Gradient(gradient, reads=reads),),
             nondiff_inputs=nondiff_operands | {"ratio", "training_mode"} if dropout else nondiff_operands,
             kernels=kernels,
@@ -101,7 +99,6 @@ def define_attention(
             effects=Effects.RANDOM if dropout else Effects.NONE,
             aliases={},
             flops=_flops(2, columns),
-            host_eval=None,
             nondiff_outputs=frozenset(outputs[1:]),
         )
     )
@@ -137,7 +134,6 @@ def define_attention_grad(
             from_torch={},
             shapes=types,
             body=body,
-            ort_compatible=never,
             gradient=NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
             kernels=kernels,
@@ -145,7 +141,6 @@ def define_attention_grad(
             effects=Effects.NONE,
             aliases={},
             flops=_flops(4, columns),
-            host_eval=None,
             count_outputs=lambda inputs, values: 4 if values.get(requested) else 3,
         )
     )

@@ -341,7 +341,6 @@ FLASH_ATTENTION = define(
         from_torch={},
         shapes=forward_types,
         body=_forward_body,
-        ort_compatible=lambda n: False,
         gradient=(Gradient(_gradient, reads=("q", "k", "v", "mask", "y", "logsumexp")),),
         nondiff_inputs=frozenset(),
         kernels=(
@@ -353,7 +352,6 @@ FLASH_ATTENTION = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: _flops(n, 2),
-        host_eval=None,
         nondiff_outputs=frozenset({"logsumexp"}),
     )
 )
@@ -369,7 +367,6 @@ FLASH_ATTENTION_GRAD = define(
         from_torch={},
         shapes=lambda n: (type_of(n.q), type_of(n.k), type_of(n.v)),
         body=_backward_body,
-        ort_compatible=lambda n: False,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(
@@ -382,6 +379,5 @@ FLASH_ATTENTION_GRAD = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: _flops(n, 5),
-        host_eval=None,
     )
 )

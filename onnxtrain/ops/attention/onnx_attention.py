@@ -32,6 +32,7 @@ from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
 from onnxtrain.ops.constructors import define_by_body, no_axes
 from onnxtrain.ops.definition import Call, NodeView, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
 from onnxtrain.ops.reshape.join import concatenated, split
 from onnxtrain.ops.reshape.rows import arange, vector_along
@@ -216,7 +217,7 @@ def _attention_flops(n: NodeView) -> Size:
     return sizes.multiply(4, numel(n.q), keys[2])
 
 
-define_by_body(
+ATTENTION = define_by_body(
     "Attention",
     ("q", "k", "v", "mask?", "past_k?", "past_v?"),
     _attention_body,
@@ -235,8 +236,8 @@ define_by_body(
     aliases={1: 1, 2: 2},  # if there are no past keys and values
     axes=no_axes,
     flops=_attention_flops,
-    ort_compatible=lambda n: dtype_of(n.q) == ir.DataType.FLOAT,
 )
+STOCK_KERNELS.register(ATTENTION, lambda n: dtype_of(n.q) == ir.DataType.FLOAT)
 
 
 # RotaryEmbedding

@@ -21,7 +21,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.body_parts import promoted
-from onnxtrain.ops.constructors import always, define_binary, define_unary, elementwise_flops, never
+from onnxtrain.ops.constructors import define_binary, define_unary, elementwise_flops
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.registry import define
 
 Grad = ir.Value | None
@@ -304,8 +305,8 @@ SIGN = define_unary(
     lambda op, n, dy: zeros_like(op, n.x),
     reads=(),
     body=_sign_body,
-    ort_compatible=lambda n: not is_float(dtype_of(n.x)),
 )
+STOCK_KERNELS.register(SIGN, lambda n: not is_float(dtype_of(n.x)))
 RECIPROCAL = define_unary(
     "Reciprocal",
     "aten.reciprocal.default",
@@ -348,7 +349,6 @@ SUM = define(
         from_torch={},
         shapes=_sum_type,
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(lambda op, n, dy: (dy,) * len(n.terms), ()),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_sum_call),),
@@ -356,7 +356,6 @@ SUM = define(
         effects=Effects.NONE,
         aliases={},
         flops=elementwise_flops,
-        host_eval=None,
     )
 )
 
@@ -403,7 +402,6 @@ def _define_ternary(
             from_torch=dict.fromkeys(torch_names, capture),
             shapes=_broadcast_types(*inputs),
             body=body,
-            ort_compatible=never,
             gradient=(gradient,),
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lower),),
@@ -411,7 +409,6 @@ def _define_ternary(
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: sizes.multiply(3, elementwise_flops(n)),
-            host_eval=None,
         )
     )
 

@@ -13,7 +13,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, is_float
 from onnxtrain.ops.body_parts import as_value, cast
-from onnxtrain.ops.constructors import always, define_binary, elementwise_flops, never
+from onnxtrain.ops.constructors import define_binary, elementwise_flops
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, FromTorch, Kernel, NodeView, OpDef
 from onnxtrain.ops.dtypes import comparison_dtype
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
@@ -108,7 +108,6 @@ def _define_predicate(
             from_torch={torch_name: capture, **(from_torch or {})},
             shapes=lambda n: (TensorType(ir.DataType.BOOL, sizes.dims_of(n.x)),),
             body=body,
-            ort_compatible=always if domain == ONNX else never,
             gradient=NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lower or (lambda n, x: Call(kernel, x))),),
@@ -116,7 +115,6 @@ def _define_predicate(
             effects=Effects.NONE,
             aliases={},
             flops=elementwise_flops,
-            host_eval=None,
         )
     )
 

@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import always, elementwise_flops, never, same_as
+from onnxtrain.ops.constructors import elementwise_flops, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -102,7 +102,6 @@ CAST = define(
         },
         shapes=lambda n: (TensorType(ir.DataType(n.to), sizes.dims_of(n.x)),),
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(lambda op, n, dy: op.Cast(dy, to=dtype_of(n.x)), ()),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_cast_call),),
@@ -110,7 +109,6 @@ CAST = define(
         effects=Effects.NONE,
         aliases={},
         flops=elementwise_flops,
-        host_eval=None,
         preserves_elements=True,
     )
 )
@@ -190,7 +188,6 @@ def _define_copy(
             from_torch=from_torch,
             shapes=same_as("x"),
             body=STANDARD if domain == ONNX else lambda op, n: op.Identity(n.x),
-            ort_compatible=always if domain == ONNX else never,
             gradient=(Gradient(lambda op, n, dy: dy, ()),) if differentiable else NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lower),),
@@ -262,7 +259,6 @@ OVERWRITTEN = define(
         from_torch={},
         shapes=same_as("new"),
         body=lambda op, n: op.Identity(n.new),
-        ort_compatible=never,
         gradient=(Gradient(lambda op, n, dy: (_zeros_like(op, n.old), dy), ()),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, old, new: _alias_call(n, new)),),
@@ -270,7 +266,6 @@ OVERWRITTEN = define(
         effects=Effects.NONE,
         aliases={0: 1},
         flops=lambda n: 0,
-        host_eval=None,
         shape_only_inputs=frozenset({"old"}),
     )
 )

@@ -22,7 +22,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float
 from onnxtrain.ops.body_parts import as_value, promoted
-from onnxtrain.ops.constructors import always, define_unary, elementwise_flops, elementwise_on_host, never, same_as
+from onnxtrain.ops.constructors import define_unary, elementwise_flops, elementwise_on_host, same_as
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
@@ -79,7 +79,6 @@ WHERE = define(
         },
         shapes=lambda n: (TensorType(dtype_of(n.a), sizes.broadcast(*map(sizes.dims_of, (n.condition, n.a, n.b)))),),
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(_where_gradient, ("condition",)),),
         nondiff_inputs=frozenset({"condition"}),
         kernels=(Kernel(lower=lambda n, condition, a, b: Call(torch.where, condition, a, b)),),
@@ -87,7 +86,6 @@ WHERE = define(
         effects=Effects.NONE,
         aliases={},
         flops=elementwise_flops,
-        host_eval=None,
     )
 )
 CPP.register(WHERE, Elementwise("{0} ? {1} : {2}"))
@@ -168,7 +166,6 @@ def _define_extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any
             ),
             shapes=_terms_types,
             body=STANDARD,
-            ort_compatible=always,
             gradient=(Gradient(_extreme_gradient(name), ("terms",)),),
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lower),),
@@ -270,7 +267,6 @@ CLIP = define(
         },
         shapes=same_as("x"),
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(_clip_gradient, ("x", "min", "max")),),
         nondiff_inputs=frozenset({"min", "max"}),
         kernels=(Kernel(lower=_clip_call, accepts_scalars=True),),
@@ -278,7 +274,6 @@ CLIP = define(
         effects=Effects.NONE,
         aliases={},
         flops=elementwise_flops,
-        host_eval=None,
     )
 )
 CLAMP = define(
@@ -296,7 +291,6 @@ CLAMP = define(
         },
         shapes=_clamp_types,
         body=_clamp_body,
-        ort_compatible=never,
         gradient=(Gradient(_clamp_gradient, ("x", "min", "max")),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, x, low, high: Call(torch.clamp, x, low, high)),),
@@ -304,7 +298,6 @@ CLAMP = define(
         effects=Effects.NONE,
         aliases={},
         flops=elementwise_flops,
-        host_eval=None,
     )
 )
 

@@ -27,6 +27,7 @@ from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, type_of
 from onnxtrain.ops.body_parts import cast, int64_vector, sum_over
 from onnxtrain.ops.constructors import define_by_body, define_fused, never, no_axes
 from onnxtrain.ops.definition import Call, NodeView, numel
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.loss.reduction import aten_reduction
 
 Tensor = torch.Tensor
@@ -79,7 +80,7 @@ def cross_entropy(
     return torch.nn.functional.nll_loss(log_prob, labels.long(), **settings), log_prob
 
 
-define_by_body(
+SOFTMAX_CROSS_ENTROPY_LOSS = define_by_body(
     "SoftmaxCrossEntropyLoss",
     ("scores", "labels", "weights?"),
     _cross_entropy_body,
@@ -92,8 +93,8 @@ define_by_body(
     axes=no_axes,
     nondiff_inputs=_STOPS,
     flops=_flops("scores"),
-    ort_compatible=never,
 )
+STOCK_KERNELS.register(SOFTMAX_CROSS_ENTROPY_LOSS, never)
 
 
 def _nll_body(op: Builder, n: NodeView) -> ir.Value:
@@ -112,7 +113,7 @@ def _nll_type(n: NodeView) -> Sequence[TensorType]:
     return (TensorType(dtype_of(n.log_prob), _loss_shape(n)),)
 
 
-define_by_body(
+NEGATIVE_LOG_LIKELIHOOD_LOSS = define_by_body(
     "NegativeLogLikelihoodLoss",
     ("log_prob", "labels", "weights?"),
     _nll_body,
@@ -122,8 +123,8 @@ define_by_body(
     axes=no_axes,
     nondiff_inputs=_STOPS,
     flops=_flops("labels"),
-    ort_compatible=never,
 )
+STOCK_KERNELS.register(NEGATIVE_LOG_LIKELIHOOD_LOSS, never)
 define_by_body(
     "NegativeLogLikelihoodLossInternal",
     ("log_prob", "labels", "weights?", "ignore_index?"),

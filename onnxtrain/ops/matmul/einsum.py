@@ -21,7 +21,6 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import always
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.matmul import constant_axes, restrict_to_matmul_dtypes
 from onnxtrain.ops.registry import define
@@ -194,7 +193,6 @@ EINSUM = define(
         },
         shapes=_type,
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(_gradient, reads=("xs",)),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_call),),
@@ -202,6 +200,5 @@ EINSUM = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(2, *_sizes_by_letter(n).values()),
-        host_eval=None,
     )
 )

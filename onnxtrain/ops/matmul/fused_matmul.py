@@ -24,6 +24,7 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
     Grad,
@@ -146,8 +147,6 @@ FUSED_MATMUL = define(
         from_torch={},
         shapes=_fused_type,
         body=_fused_body,
-        # onnxruntime 1.31 crashes on a transposed batch of size 0.
-        ort_compatible=lambda n: dtype_of(n.a) == ir.DataType.FLOAT and not n.transBatchA and not n.transBatchB,
         gradient=(Gradient(_fused_gradient, reads=("a", "b")),),
         nondiff_inputs=frozenset(),
         kernels=matmul_kernels(_fused_call, _fused_operands, _fused_dims),
@@ -155,9 +154,16 @@ FUSED_MATMUL = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: matmul_flops(n.y, _fused_shapes(n)[0][-1]),
-        host_eval=None,
     )
 )
+
+
+@STOCK_KERNELS.implements(FUSED_MATMUL)
+def _has_stock_kernel(n: NodeView) -> bool:
+    """Return whether it may run: onnxruntime 1.31 crashes on a transposed batch of size 0."""
+    return dtype_of(n.a) == ir.DataType.FLOAT and not n.transBatchA and not n.transBatchB
+
+
 SCALAR_FACTORS.register(FUSED_MATMUL, lambda n: ScalarFactor(frozenset({"a", "b"}), True, _scaled))
 
 

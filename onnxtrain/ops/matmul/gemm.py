@@ -12,7 +12,6 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
-from onnxtrain.ops.constructors import always
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     STANDARD,
@@ -111,7 +110,6 @@ GEMM = define(
         from_torch={"aten.addmm.default": restrict_to_matmul_dtypes(_capture_addmm)},
         shapes=_gemm_type,
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(_gemm_gradient, reads=("a", "b")),),
         nondiff_inputs=frozenset(),
         kernels=matmul_kernels(_gemm_call, _gemm_operands, _gemm_dims),
@@ -119,6 +117,5 @@ GEMM = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[0 if n.transA else 1]),
-        host_eval=None,
     )
 )

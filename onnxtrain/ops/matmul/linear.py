@@ -106,7 +106,6 @@ LINEAR = define(
         from_torch={"aten.linear.default": restrict_to_matmul_dtypes(_capture_linear)},
         shapes=_linear_type,
         body=_linear_body,
-        ort_compatible=lambda n: False,
         gradient=(Gradient(_linear_gradient, reads=("x", "w")),),
         nondiff_inputs=frozenset(),
         kernels=matmul_kernels(_linear_call, _linear_operands, _linear_dims),
@@ -114,7 +113,6 @@ LINEAR = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.x)[-1]),
-        host_eval=None,
     )
 )
 SCALAR_FACTORS.register(LINEAR, lambda n: ScalarFactor(frozenset({"x"}), True, None) if n.b is None else None)

@@ -11,7 +11,6 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import promoted
-from onnxtrain.ops.constructors import always
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
@@ -169,7 +168,6 @@ MATMUL = define(
         from_torch={name: restrict_to_matmul_dtypes(convert) for name, convert in _MATMUL_CAPTURES.items()},
         shapes=_matmul_type,
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(_matmul_gradient, reads=("a", "b")),),
         nondiff_inputs=frozenset(),
         kernels=matmul_kernels(_call, _operands, lambda n, shapes: gemm_dims(shapes[0], shapes[1])),
@@ -177,7 +175,6 @@ MATMUL = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[-1]),
-        host_eval=None,
     )
 )
 SCALAR_FACTORS.register(MATMUL, _factor)

@@ -27,6 +27,7 @@ from onnxtrain.ops.activation.constructors import not_double
 from onnxtrain.ops.body_parts import add_scalar, int64_vector, mean_over, mul_scalar, reshaped
 from onnxtrain.ops.constructors import define_by_body
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 
 
 def _flops(per_element: int) -> Any:
@@ -61,7 +62,7 @@ def instance_norm(x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor, epsilon
     return torch.group_norm(x, x.shape[1], scale, b, epsilon)
 
 
-define_by_body(
+INSTANCE_NORMALIZATION = define_by_body(
     "InstanceNormalization",
     ("x", "scale", "b"),
     lambda op, n: op.own.GroupNormalization(n.x, n.scale, n.b, num_groups=_channels(n), epsilon=n.epsilon)[0],
@@ -69,9 +70,8 @@ define_by_body(
     attributes={"epsilon": 1e-5},
     axes=_batch_axes,
     flops=_flops(8),
-    ort_compatible=not_double,
 )
-define_by_body(
+GROUP_NORMALIZATION = define_by_body(
     "GroupNormalization",
     ("x", "scale", "b"),
     lambda op, n: op.own.GroupNormalization(n.x, n.scale, n.b, num_groups=n.num_groups, epsilon=n.epsilon)[0],
@@ -79,7 +79,6 @@ define_by_body(
     attributes={"num_groups": REQUIRED, "epsilon": 1e-5, "stash_type": 1},
     axes=_batch_axes,
     flops=_flops(8),
-    ort_compatible=not_double,
 )
 
 
@@ -104,7 +103,7 @@ def rms_norm(x: torch.Tensor, scale: torch.Tensor, axis: int, epsilon: float) ->
     return torch.rms_norm(x, x.shape[axis:], None, epsilon) * scale
 
 
-define_by_body(
+RMS_NORMALIZATION = define_by_body(
     "RMSNormalization",
     ("x", "scale"),
     _rms_body,
@@ -112,8 +111,8 @@ define_by_body(
     attributes={"axis": -1, "epsilon": 1e-5, "stash_type": 1},
     axes=_rms_axes,
     flops=_flops(4),
-    ort_compatible=not_double,
 )
+STOCK_KERNELS.implements(INSTANCE_NORMALIZATION, GROUP_NORMALIZATION, RMS_NORMALIZATION)(not_double)
 
 
 # MeanVarianceNormalization, LpNormalization
@@ -204,7 +203,7 @@ def local_response_norm(x: torch.Tensor, size: int, alpha: float, beta: float, b
     return x / (mean * alpha + bias) ** beta
 
 
-define_by_body(
+LRN = define_by_body(
     "LRN",
     ("x",),
     _lrn_body,
@@ -212,5 +211,6 @@ define_by_body(
     attributes={"size": REQUIRED, "alpha": 1e-4, "beta": 0.75, "bias": 1.0},
     axes=lambda n: _axes(n, ["n", "[c]", *(f"d{i}" for i in range(rank_of(n.x) - 2))]),
     flops=lambda n: sizes.multiply(n.size + 6, numel(n.x)),
-    ort_compatible=lambda n: dtype_of(n.x) == ir.DataType.FLOAT and n.size % 2 == 1,  # onnxruntime refuses even ones
 )
+# onnxruntime refuses even sizes.
+STOCK_KERNELS.register(LRN, lambda n: dtype_of(n.x) == ir.DataType.FLOAT and n.size % 2 == 1)

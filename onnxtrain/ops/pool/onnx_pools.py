@@ -21,6 +21,7 @@ from onnxtrain.graph.values import TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import int64_vector, reshaped, sum_over
 from onnxtrain.ops.constructors import define_by_body, never, no_axes
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.pool.window import pool_axes
 from onnxtrain.ops.sliding_windows import (
     Padding,
@@ -166,17 +167,17 @@ define_by_body(
     axes=pool_axes,
     flops=lambda n: sizes.multiply(3, numel(n.node.outputs[0]), product(n.kernel_shape)),
 )
-define_by_body(
+GLOBAL_LP_POOL = define_by_body(
     "GlobalLpPool",
     ("x",),
     lambda op, n: _root(op, sum_over(op, _powers(op, n), range(2, rank_of(n.x))), n.p),
     lambda n, x: Call(torch.linalg.vector_norm, x, n.p, list(range(2, rank_of(n.x))), True),
     attributes={"p": 2},
-    ort_compatible=never,  # onnxruntime has no kernel for this opset
     shapes=_global_types,
     axes=_global_axes,
     flops=lambda n: sizes.multiply(3, numel(n.x)),
 )
+STOCK_KERNELS.register(GLOBAL_LP_POOL, never)  # onnxruntime has no kernel for this opset
 
 
 # MaxUnpool

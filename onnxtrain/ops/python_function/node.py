@@ -28,7 +28,6 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, type_of
-from onnxtrain.ops.constructors import never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -240,7 +239,6 @@ PYTHON_OP = define(
         from_torch={"onnxtrain.python_op.default": _from_torch},
         shapes=_declared_types,
         body=_NO_BODY,
-        ort_compatible=never,
         gradient=(Gradient(_gradient, reads=("context",)),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_lower, host_inputs_if_known=lambda n: {len(call_of(n.node).inputs)}),),
@@ -248,7 +246,6 @@ PYTHON_OP = define(
         effects=Effects.PYTHON | Effects.RANDOM,
         aliases={},  # an output may share an input's memory, but is no view of it for autograd
         flops=lambda n: 0,
-        host_eval=None,
         count_outputs=lambda inputs, attributes: 1 + len(attributes.get("output_tensor_types") or ()),
     )
 )
@@ -281,7 +278,6 @@ define(
         from_torch={},
         shapes=_declared_types,
         body=_NO_BODY,
-        ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=_lower_gradient),),
@@ -289,7 +285,6 @@ define(
         effects=Effects.PYTHON | Effects.RANDOM,
         aliases={},
         flops=lambda n: 0,
-        host_eval=None,
         count_outputs=lambda inputs, attributes: sum(attributes["output_tensor_requires_grads"]),
     )
 )

@@ -30,6 +30,7 @@ from onnxtrain.ops.body_parts import as_value, cast, reshaped
 from onnxtrain.ops.constructors import define_by_body, define_fused, no_axes
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.torch_compat import dispatch
 
 Tensor = torch.Tensor
@@ -297,7 +298,7 @@ def dequantize(x: Tensor, scale: Tensor, zero_point: Any, axis: int) -> Tensor:
     return level * _aligned(scale, x, axis)
 
 
-define_by_body(
+QUANTIZE_LINEAR = define_by_body(
     "QuantizeLinear",
     ("x", "scale", "zero_point?"),
     _quantize_body,
@@ -306,9 +307,9 @@ define_by_body(
     shapes=lambda n: (TensorType(_integer_dtype(n), sizes.dims_of(n.x)),),
     axes=no_axes,
     differentiable=False,
-    ort_compatible=lambda n: is_float(dtype_of(n.x)) and dtype_of(n.x) != ir.DataType.DOUBLE,
 )
-define_by_body(
+STOCK_KERNELS.register(QUANTIZE_LINEAR, lambda n: is_float(dtype_of(n.x)) and dtype_of(n.x) != ir.DataType.DOUBLE)
+DEQUANTIZE_LINEAR = define_by_body(
     "DequantizeLinear",
     ("x", "scale", "zero_point?"),
     _dequantize_body,
@@ -317,5 +318,5 @@ define_by_body(
     shapes=lambda n: (TensorType(dtype_of(n.scale), sizes.dims_of(n.x)),),
     axes=no_axes,
     nondiff_inputs=frozenset({"x", "zero_point"}),
-    ort_compatible=lambda n: dtype_of(n.scale) != ir.DataType.DOUBLE,
 )
+STOCK_KERNELS.register(DEQUANTIZE_LINEAR, lambda n: dtype_of(n.scale) != ir.DataType.DOUBLE)

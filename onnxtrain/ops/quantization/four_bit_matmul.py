@@ -29,6 +29,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.registry import define
 
 Tensor = torch.Tensor
@@ -245,7 +246,7 @@ def _capture(
     return y if bias is None else op.Add(y, bias)
 
 
-def _ort_compatible(n: NodeView) -> bool:
+def _has_stock_kernel(n: NodeView) -> bool:
     """Whether stock onnxruntime computes the same; its CPU kernel ignores transB=0."""
     return bool(n.transB) and n.absmax_8bit is None and dtype_of(n.a) == ir.DataType.FLOAT and rank_of(n.b) == 1
 
@@ -278,7 +279,6 @@ MATMUL_BNB4 = define(
         from_torch={"bitsandbytes.gemm_4bit.default": _capture},
         shapes=_types,
         body=_body,
-        ort_compatible=_ort_compatible,
         gradient=(Gradient(_gradient, reads=("b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset")),),
         nondiff_inputs=frozenset({"b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset"}),
         kernels=(Kernel(lower=_lower_bnb, applies=_bnb_applies), Kernel(lower=_lower)),
@@ -286,6 +286,6 @@ MATMUL_BNB4 = define(
         effects=Effects.NONE,
         aliases={},
         flops=_flops,
-        host_eval=None,
     )
 )
+STOCK_KERNELS.register(MATMUL_BNB4, _has_stock_kernel)

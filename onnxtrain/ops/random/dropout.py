@@ -222,7 +222,6 @@ DROPOUT = define(
         from_torch={"aten.native_dropout.default": _capture_native_dropout, "aten.dropout.default": _capture_dropout},
         shapes=_dropout_types,
         body=STANDARD,
-        ort_compatible=lambda n: True,
         gradient=(Gradient(_dropout_gradient, reads=("mask",)),),
         nondiff_inputs=frozenset({"ratio", "training_mode"}),
         kernels=(
@@ -242,7 +241,6 @@ DROPOUT = define(
         effects=Effects.RANDOM,
         aliases={},
         flops=elementwise_flops,
-        host_eval=None,
     )
 )
 REPLAYS.register(DROPOUT, Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)))
@@ -288,7 +286,6 @@ define(
         from_torch={},
         shapes=lambda n: (type_of(n.dy),),
         body=_grad_body,
-        ort_compatible=lambda n: False,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(
@@ -304,6 +301,5 @@ define(
         effects=Effects.NONE,
         aliases={},
         flops=_grad_flops,
-        host_eval=None,
     )
 )

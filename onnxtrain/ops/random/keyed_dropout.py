@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of
 from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
-from onnxtrain.ops.constructors import always, never, no_axes, same_as, with_addend
+from onnxtrain.ops.constructors import always, no_axes, same_as, with_addend
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -65,7 +65,6 @@ DROPOUT_KEY = define(
         from_torch={},
         shapes=lambda n: (TensorType(_INT64, (2,)),),
         body=_key_body,
-        ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n: Call(keyed_bits.sample_key)),),
@@ -73,7 +72,6 @@ DROPOUT_KEY = define(
         effects=Effects.RANDOM,
         aliases={},
         flops=lambda n: 2,
-        host_eval=None,
     )
 )
 
@@ -156,7 +154,6 @@ KEYED_DROPOUT = define(
         from_torch={},
         shapes=with_addend("residual", same_as("x")),
         body=_body,
-        ort_compatible=never,
         gradient=(Gradient(_gradient, reads=("key",)),),
         nondiff_inputs=frozenset({"key"}),
         kernels=(
@@ -167,7 +164,6 @@ KEYED_DROPOUT = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)),
-        host_eval=None,
     )
 )
 OUTPUT_ADDENDS.register(KEYED_DROPOUT, "residual")

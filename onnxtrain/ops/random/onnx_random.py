@@ -23,7 +23,7 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import always, elementwise_flops
+from onnxtrain.ops.constructors import elementwise_flops
 from onnxtrain.ops.definition import (
     DEVICE,
     NOT_DIFFERENTIABLE,
@@ -62,7 +62,6 @@ def _define_random(
             from_torch=from_torch or {},
             shapes=shapes,
             body=STANDARD,
-            ort_compatible=always,
             gradient=NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lower),),
@@ -70,7 +69,6 @@ def _define_random(
             effects=Effects.RANDOM,
             aliases={},
             flops=elementwise_flops,
-            host_eval=None,
         )
     )
 

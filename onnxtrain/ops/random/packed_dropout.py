@@ -29,7 +29,6 @@ from onnxtrain.ops.constructors import (
     define_by_body,
     define_fused,
     elementwise_flops,
-    never,
     no_axes,
 )
 from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
@@ -164,7 +163,6 @@ BITMASK_DROPOUT = define(
         from_torch={},
         shapes=lambda n: (type_of(n.x), _mask_type(n, n.x)),
         body=_bitmask_body,
-        ort_compatible=never,
         gradient=(Gradient(_bitmask_gradient, reads=("mask",)),),
         nondiff_inputs=frozenset({"ratio", "training_mode"}),
         kernels=(
@@ -187,7 +185,6 @@ BITMASK_DROPOUT = define(
         effects=Effects.RANDOM,
         aliases={},
         flops=elementwise_flops,
-        host_eval=None,
     )
 )
 REPLAYS.register(BITMASK_DROPOUT, Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)))

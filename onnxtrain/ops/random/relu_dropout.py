@@ -21,7 +21,7 @@ from onnxtrain.native import pointers
 from onnxtrain.ops import huge_pages
 from onnxtrain.ops.activation.rectified import threshold_backward, threshold_backward_
 from onnxtrain.ops.body_parts import mul_scalar
-from onnxtrain.ops.constructors import always, never, no_axes
+from onnxtrain.ops.constructors import always, no_axes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -127,7 +127,6 @@ RELU_DROPOUT = define(
         from_torch={},
         shapes=lambda n: (type_of(n.x),),
         body=_body,
-        ort_compatible=never,
         gradient=(Gradient(_gradient, reads=("y",)),),
         nondiff_inputs=frozenset({"key"}),
         kernels=(
@@ -138,7 +137,6 @@ RELU_DROPOUT = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(3, numel(n.x)),
-        host_eval=None,
     )
 )
 
@@ -168,7 +166,6 @@ RELU_DROPOUT_GRAD = define(
         from_torch={},
         shapes=lambda n: (type_of(n.y),),
         body=_grad_body,
-        ort_compatible=never,
         gradient=NOT_DIFFERENTIABLE,  # second order: PyTorch runs the module
         nondiff_inputs=frozenset(),
         kernels=(
@@ -179,7 +176,6 @@ RELU_DROPOUT_GRAD = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(2, numel(n.y)),
-        host_eval=None,
     )
 )
 IMAGES.register(RELU_DROPOUT_GRAD, Images(frozenset({"dy", "y", "dx"})))

@@ -27,7 +27,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, type_of
 from onnxtrain.ops.body_parts import reshaped
-from onnxtrain.ops.constructors import always, never, no_axes
+from onnxtrain.ops.constructors import no_axes
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -335,7 +335,6 @@ def _common(cell: Cell) -> dict[str, Any]:
         "axes": no_axes,
         "effects": Effects.NONE,
         "aliases": {},
-        "host_eval": None,
     }
 
 
@@ -352,7 +351,6 @@ def _define(cell: Cell) -> None:
             outputs=tuple(f"{name}?" for name in outputs),
             shapes=lambda n: _types(cell, n),
             body=STANDARD,
-            ort_compatible=always,
             gradient=(Gradient(lambda op, n, *cotangents: gradient(op, cell, n, *cotangents), reads=reads),),
             nondiff_inputs=frozenset({"sequence_lens"}),
             kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values), synchronizes=_has_lengths),),
@@ -368,7 +366,6 @@ def _define(cell: Cell) -> None:
             outputs=("dx", "dw", "dr", "db", *(f"d{name}" for name in _initial_names(cell))),
             shapes=lambda n: _grad_types(cell, n),
             body=lambda op, n: _grad_body(op, cell, n),
-            ort_compatible=never,
             gradient=NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lambda n, *values: _lower_grad(cell, n, *values), synchronizes=_has_lengths),),
@@ -390,7 +387,6 @@ def _define_training(cell: Cell) -> None:
             outputs=(*last, *optional),
             shapes=lambda n: _types(cell, n, training=True),
             body=lambda op, n: _training_body(op, cell, n),
-            ort_compatible=never,
             gradient=(
                 Gradient(
                     lambda op, n, *cotangents: _gradient_from_saved(op, cell, n, *cotangents),

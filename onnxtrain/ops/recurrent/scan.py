@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, normalize_axis, rank_of, set_type, type_of
-from onnxtrain.ops.constructors import always, no_axes
+from onnxtrain.ops.constructors import no_axes
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.registry import builder, define, definition_of
@@ -176,7 +176,6 @@ define(
         from_torch={},
         shapes=_types,
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(_no_gradient, reads=()),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, values: Call(Loop(n), *values)),),
@@ -184,7 +183,6 @@ define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: sizes.multiply(_steps(n), *(numel(v) for v in n.body.outputs)),
-        host_eval=None,
         count_outputs=_output_count,
     )
 )

@@ -24,7 +24,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
 from onnxtrain.ops.body_parts import cast, empty_saved_value, reshaped
-from onnxtrain.ops.constructors import never, no_axes
+from onnxtrain.ops.constructors import no_axes
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.gradient_masks import output_mask
 from onnxtrain.ops.native_kernels import may_compile
@@ -261,12 +261,10 @@ def _define(cell: Cell) -> None:
     common: dict[str, Any] = {
         "domain": OWN,
         "from_torch": {},
-        "ort_compatible": never,
         "nondiff_inputs": frozenset(),
         "axes": no_axes,
         "effects": Effects.NONE,
         "aliases": {},
-        "host_eval": None,
     }
     define(
         OpDef(

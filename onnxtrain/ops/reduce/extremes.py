@@ -18,7 +18,6 @@ import torch
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import always, never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -218,7 +217,6 @@ def _define_arg_extreme(name: str, domain: str, function: Any, from_torch: Mappi
             from_torch=from_torch,
             shapes=_index_type,
             body=body,
-            ort_compatible=always if domain == ONNX else never,
             gradient=NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=_lower_arg_extreme(function)),),
@@ -226,7 +224,6 @@ def _define_arg_extreme(name: str, domain: str, function: Any, from_torch: Mappi
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: numel(n.x),
-            host_eval=None,
         )
     )
 
@@ -289,7 +286,6 @@ def _define_dim_extreme(name: str, function: Any) -> None:
             from_torch={f"aten.{name.lower()}.dim": _capture_dim(f"{name}Dim")},
             shapes=_dim_types,
             body=_dim_body(name),
-            ort_compatible=never,
             gradient=(Gradient(_dim_gradient, ("indices",)),),
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lambda n, x: Call(function, x, n.axis, bool(n.keepdims))),),
@@ -297,7 +293,6 @@ def _define_dim_extreme(name: str, function: Any) -> None:
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: numel(n.x),
-            host_eval=None,
         )
     )
 

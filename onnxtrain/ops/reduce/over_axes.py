@@ -13,7 +13,6 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, constant_of, dtype_of, is_float, normalize_axes, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import always, never
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -124,7 +123,6 @@ def define_reduction(
     reads: tuple[str, ...] = (),
     domain: str = ONNX,
     body: Any = STANDARD,
-    ort_compatible: Callable[[NodeView], bool] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> OpDef:
     """Define y = f(x) over the axes that the constant `axes` lists. `gradient` is (op, n, dy) -> dx."""
@@ -139,7 +137,6 @@ def define_reduction(
             from_torch=from_torch,
             shapes=output_types,
             body=body,
-            ort_compatible=ort_compatible or (always if domain == ONNX else never),
             gradient=(Gradient(lambda op, n, dy: _one_per_input(n, rule(op, n, dy)), reads),)
             if rule
             else NOT_DIFFERENTIABLE,
@@ -149,7 +146,6 @@ def define_reduction(
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: numel(n.x),
-            host_eval=None,
         )
     )
     FUSIBLE.add(op)

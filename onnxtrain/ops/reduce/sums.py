@@ -19,9 +19,10 @@ from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import always, never, same_as
+from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import STANDARD, Call, Effects, Gradient, Kernel, Method, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
     axes_from_dim,
@@ -141,7 +142,6 @@ SUM_TO = define(
         from_torch={"aten.sum_to_size.default": _capture_sum_to},
         shapes=_sum_to_type,
         body=_sum_to_body,
-        ort_compatible=never,
         gradient=(Gradient(lambda op, n, dy: (op.Expand(dy, op.shape_of(n.x)), None), ()),),
         nondiff_inputs=frozenset({"shape"}),
         kernels=(Kernel(lower=lambda n, x, shape: Method("sum_to_size", x, shape), host_inputs=frozenset({1})),),
@@ -149,7 +149,6 @@ SUM_TO = define(
         effects=Effects.NONE,
         aliases={0: 0},
         flops=lambda n: numel(n.x),
-        host_eval=None,
     )
 )
 
@@ -189,8 +188,8 @@ REDUCE_MEAN = define_reduction(
     lower_reduction(torch.mean),
     mean_gradient,
     body=_mean_body,
-    ort_compatible=_has_elements,
 )
+STOCK_KERNELS.register(REDUCE_MEAN, _has_elements)
 
 
 # ReduceProd
@@ -293,7 +292,6 @@ CUM_SUM = define(
         from_torch={"aten.cumsum.default": _capture_cumsum},
         shapes=same_as("x"),
         body=STANDARD,
-        ort_compatible=always,
         gradient=(Gradient(_cumsum_gradient, ()),),
         nondiff_inputs=frozenset({"axis"}),
         kernels=(Kernel(lower=_lower_cumsum),),
@@ -301,6 +299,5 @@ CUM_SUM = define(
         effects=Effects.NONE,
         aliases={},
         flops=lambda n: numel(n.x),
-        host_eval=None,
     )
 )

@@ -14,7 +14,6 @@ import torch
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of
-from onnxtrain.ops.constructors import never
 from onnxtrain.ops.definition import Call, Effects, FromTorch, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
@@ -152,7 +151,6 @@ def _define_with_mean(
             from_torch=_from_torch(name, torch_name),
             shapes=lambda n: (*output_types(n), *output_types(n)),
             body=body_with_mean,
-            ort_compatible=never,
             gradient=(Gradient(rule, reads),),
             nondiff_inputs=frozenset({"axes"}),
             kernels=(Kernel(lower=_lower_with_correction(function)),),
@@ -160,7 +158,6 @@ def _define_with_mean(
             effects=Effects.NONE,
             aliases={},
             flops=lambda n: sizes.multiply(4, numel(n.x)),
-            host_eval=None,
         )
     )
 

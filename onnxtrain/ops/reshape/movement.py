@@ -68,7 +68,6 @@ def define_movement(
             from_torch=from_torch or {},
             shapes=shapes,
             body=body,
-            ort_compatible=(lambda n: True) if domain == ONNX else (lambda n: False),
             gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
             nondiff_inputs=nondiff_inputs,
             kernels=kernels if isinstance(kernels, tuple) else (Kernel(lower=kernels, host_inputs=host_inputs),),

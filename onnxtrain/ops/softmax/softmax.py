@@ -20,7 +20,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import always, same_as
+from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -85,7 +85,6 @@ def _define_softmax(
             from_torch=dict.fromkeys(overloads, _capture(domain, name)),
             shapes=same_as("x"),
             body=body,
-            ort_compatible=always if domain == ONNX else lambda n: False,
             gradient=(Gradient(gradient, reads=("y",)),),
             nondiff_inputs=frozenset(),
             kernels=kernels,
@@ -93,7 +92,6 @@ def _define_softmax(
             effects=Effects.NONE,
             aliases={},
             flops=_flops,
-            host_eval=None,
         )
     )
     FUSIBLE.add(op)
@@ -187,7 +185,6 @@ def _define_gradient(name: str, kernel: Callable[..., Any], body: Callable[[Buil
             from_torch={},
             shapes=_gradient_type,
             body=body,
-            ort_compatible=lambda n: False,
             gradient=NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lambda n, dy, y: Call(kernel, dy, y, n.axis, TORCH_DTYPES[dtype_of(n.y)])),),
@@ -195,7 +192,6 @@ def _define_gradient(name: str, kernel: Callable[..., Any], body: Callable[[Buil
             effects=Effects.NONE,
             aliases={},
             flops=_flops,
-            host_eval=None,
         )
     )
     FUSIBLE.add(op)
