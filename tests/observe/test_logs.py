@@ -17,6 +17,7 @@ from onnxtrain import DebugOptions, LogLevel, Options, ORTModule
 from onnxtrain.observe import logs
 from onnxtrain.observe.logs import DEVINFO
 from onnxtrain.system import ranks
+from onnxtrain.system.cache_folder import VARIABLE, cache_folder
 from tests.limits import WAIT_LIMIT_S
 
 LOG = logging.getLogger("onnxtrain")
@@ -175,7 +176,10 @@ train()
 
 @pytest.mark.compiler  # without one, a warning says so
 def test_training_logs_nothing_by_default_and_the_report_at_info() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "ORTMODULE_LOG_LEVEL"} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "ORTMODULE_LOG_LEVEL"} | {
+        "OMP_NUM_THREADS": "1",
+        VARIABLE: str(cache_folder("native").parent),  # a home that cannot be written is warned of
+    }
     done = subprocess.run([sys.executable, "-c", BERT], env=environment, capture_output=True, text=True, check=True)
     usual, at_info = done.stderr.split("asks for more\n")
     assert (done.stdout, usual) == ("", "")

@@ -181,7 +181,9 @@ def test_the_page_is_drawn_by_a_browser(tmp_path: Path) -> None:
 
     page = tmp_path / "page.html"
     page.write_text(render("a title", "", [], [Chart(timeline(MIB, 3 * MIB), "")], []))
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=True)
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", profile, "--dump-dom", page.as_uri()]
+    writable_home = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(command, env=writable_home, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=True)
     assert "peak 3.0 MiB" in done.stdout
     assert done.stdout.count("<polygon") == 1

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.graph.values import MICROSOFT
+from onnxtrain.graph.values import MICROSOFT, OWN
 from tests.op_case import OpCase, Spec
 
 
@@ -27,9 +27,14 @@ def fast_gelu(x: Any, bias: Any = None) -> Any:
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
+def erf_gelu(x: Any) -> Any:
+    return 0.5 * x * (1.0 + torch.erf(x / 2.0**0.5))
+
+
 WIDE, X, BIAS = Spec("b s h", low=-5, high=5), Spec("b s h"), Spec("h")
 GELUS = [
-    OpCase(MICROSOFT, "Gelu", (WIDE,), lambda x: 0.5 * x * (1.0 + torch.erf(x / 2.0**0.5)), specials=True),
+    OpCase(MICROSOFT, "Gelu", (WIDE,), erf_gelu, specials=True),
+    OpCase(OWN, "ErfGeluGrad", (X, WIDE), gradient_of(erf_gelu), specials=True),
     OpCase(MICROSOFT, "FastGelu", (WIDE,), fast_gelu, specials=True),
     OpCase(MICROSOFT, "FastGelu", (X, BIAS), fast_gelu, label="bias"),
     OpCase(MICROSOFT, "BiasGelu", (X, BIAS), gelu),

@@ -156,22 +156,32 @@ def test_tanh_gelu_matches_autograd(
     assert len(counts) == 2
 
 
-@pytest.mark.parametrize("scale", [4.0, 1e-3], ids=["wide", "near 0"])
+@pytest.mark.parametrize("low, high", [(0, 12), (0, 1e-3), (3, 6)], ids=["wide", "near 0", "tail"])
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
 @pytest.mark.parametrize("count", [128 * 128 + 5, 80], ids=["compiled", "small"])
-def test_exact_gelu_is_as_accurate_as_erf(count: int, sign: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_gelu_is_as_accurate_as_erf(
+    count: int, sign: int, low: float, high: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch's gelu is off by 1e-6 near -3.5, where gelu is 8e-4: more than twice what the formula is off."""
     counts: Counter[str] = Counter()
     monkeypatch.setattr(activations.LIBRARY, "functions", counting(activations.LIBRARY, counts))
 
-    def written_out(x: torch.Tensor) -> torch.Tensor:
-        return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    def written_out(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+        return [y.detach(), *torch.autograd.grad(y, x, dy)]
 
-    x = torch.randn(count).abs() * scale * sign
-    assert_no_worse_than_eager("y", activations.exact_gelu(x), written_out(x), written_out(x.double()))
-    special = torch.cat([SPECIAL, x])
-    torch.testing.assert_close(activations.exact_gelu(special)[:8], written_out(SPECIAL), equal_nan=True)
-    assert counts == ({"exact_gelu_float": 2} if count > 1000 else {})
+    x, dy = torch.empty(count).uniform_(low, high) * sign, torch.randn(count)
+    special, ones = torch.cat([SPECIAL, x]), torch.ones(count + 8)
+    expected, exact = written_out(x, dy), written_out(x.double(), dy.double())
+    got = activations.exact_gelu(x), activations.exact_gelu_backward(dy, x)
+    for label, ours, theirs, right in zip(("y", "dx"), got, expected, exact, strict=True):
+        assert_no_worse_than_eager(label, ours, theirs, right)
+    assert torch.equal(activations.exact_gelu_backward_(dy, x), got[1])
+    got = activations.exact_gelu(special), activations.exact_gelu_backward(ones, special)
+    for ours, theirs in zip(got, written_out(SPECIAL, ones[:8]), strict=True):
+        torch.testing.assert_close(ours[:8], theirs, equal_nan=True)
+    assert counts == ({"exact_gelu_float": 2, "exact_gelu_backward_float": 3} if count > 1000 else {})
 
 
 def test_only_large_tanh_gelu_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -569,12 +569,12 @@ class TestCommand:
         monkeypatch.setenv("COLUMNS", "320")
         monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "INFO")
         monkeypatch.setenv("ORTMODULE_TRITON_CONFIG_FILE", "triton.json")
-        file = tmp_path / "options.json"
-        file.write_text('{"rng": "torch"}')
-        assert cli.main(["options", "--json", str(file)]) == 0
+        monkeypatch.chdir(tmp_path)  # a long path would be folded
+        Path("options.json").write_text('{"rng": "torch"}', encoding="utf-8")
+        assert cli.main(["options", "--json", "options.json"]) == 0
         shown = capsys.readouterr().out
         assert re.search(r"log_level +│ INFO +│ ORTMODULE_LOG_LEVEL", shown)
-        assert re.search(r"rng +│ torch +│ \S+options.json", shown)
+        assert re.search(r"rng +│ torch +│ \S*options.json", shown)
         assert "the lowest level that is logged" in shown
         assert "ORTMODULE_TRITON_CONFIG_FILE is set and has no effect" in shown
 

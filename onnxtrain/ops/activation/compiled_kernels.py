@@ -42,7 +42,7 @@ LIBRARY = Library(
             *((f"gated_{gate}_backward", "pppppiiiii") for gate in COMPILED_GATES),
         )
     }
-    | {"exact_gelu_float": "ppii"},
+    | {"exact_gelu_float": "ppii", "exact_gelu_backward_float": "pppii"},
 )
 
 
@@ -70,6 +70,24 @@ def exact_gelu(x: Tensor) -> Tensor:
     y = huge_pages.empty_like(x)
     _call_kernel("exact_gelu", x.dtype, *pointers(x, y), x.numel())
     return y
+
+
+def exact_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Return dy * (Phi(x) + x * Phi'(x)) in float32, for x < 0 without the cancellation in Phi(x)."""
+    if not _kernel_supports(x) or not dy.is_contiguous():
+        density = torch.square(x).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+        return torch.erfc(x * -math.sqrt(0.5)).mul_(0.5).addcmul_(density, x).mul_(dy)
+    dx = huge_pages.empty_like(x)
+    _call_kernel("exact_gelu_backward", x.dtype, *pointers(dy, x, dx), x.numel())
+    return dx
+
+
+def exact_gelu_backward_(dy: Tensor, x: Tensor) -> Tensor:
+    """Compute `exact_gelu_backward` in place: the result overwrites dy."""
+    if not _kernel_supports(x) or not dy.is_contiguous():
+        return dy.copy_(exact_gelu_backward(dy, x))
+    _call_kernel("exact_gelu_backward", x.dtype, *pointers(dy, x, dy), x.numel())
+    return dy
 
 
 def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:

@@ -141,21 +141,35 @@ def _lower_exact_gelu(n: NodeView, x: Any) -> Call:
     return (kernels.compiled_call if may_compile(n, "cpu") else Call)(kernels.exact_gelu, x)
 
 
-# The Gelu that forward writes out with erf: PyTorch's float32 kernel on a CPU is less accurate than the formula.
+def _lower_exact_gelu_grad(n: NodeView, dy: Any, x: Any) -> Call:
+    if may_compile(n, "cpu"):
+        kernels.LIBRARY.request()
+    return InPlaceCapableCall(kernels.exact_gelu_backward, kernels.exact_gelu_backward_, dy, x)
+
+
+def _is_float_on_cpu(n: NodeView, device: str) -> bool:
+    return device == "cpu" and dtype_of(n.x) == ir.DataType.FLOAT
+
+
+# The Gelu that forward writes out with erf: PyTorch's float32 kernels on a CPU are less accurate than the formula.
 define_unary(
     "Gelu",
     {},
     torch.nn.functional.gelu,
-    lambda op, n, dy: op.ms.GeluGrad(dy, n.x),
+    lambda op, n, dy: op.own.ErfGeluGrad(dy, n.x),
     domain=MICROSOFT,
     body=lambda op, n: op.Gelu(n.x),
-    preferred_kernels=(
-        Kernel(
-            lower=_lower_exact_gelu,
-            applies=lambda n, device: device == "cpu" and dtype_of(n.x) == ir.DataType.FLOAT,
-        ),
-    ),
+    preferred_kernels=(Kernel(lower=_lower_exact_gelu, applies=_is_float_on_cpu),),
     flops=lambda n: sizes.multiply(10, elementwise_flops(n)),
+)
+define_activation_grad(
+    "ErfGeluGrad",
+    "x",
+    lambda n, dy, x: InPlaceCapableCall(kernels.gelu_backward, kernels.gelu_backward_, dy, x, "none"),
+    lambda op, n: op.ms.GeluGrad(n.dy, n.x),
+    preferred_kernels=(Kernel(lower=_lower_exact_gelu_grad, applies=_is_float_on_cpu, in_place_input=0),),
+    in_place=True,
+    flops=10,
 )
 
 

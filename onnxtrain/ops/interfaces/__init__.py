@@ -42,6 +42,7 @@ class OpInterface(Generic[T]):
         self._label = label
         self._names = names
         self._entries: dict[tuple[str, str], T] = {}
+        self._definitions: dict[tuple[str, str], OpDef] = {}  # of the entries: a new definition needs a new entry
 
     def register(self, op: OpDef, entry: T) -> None:
         """Register the entry of an op.
@@ -55,7 +56,7 @@ class OpInterface(Generic[T]):
             raise GraphError(
                 f"{op_name} has an entry for {self._label} but is not defined", todo="define(...) it before the entry"
             )
-        if key in self._entries:
+        if self._definitions.get(key) is op:
             raise GraphError(f"{op_name} has two entries for {self._label}", todo="merge them into one")
         unknown = sorted(set(self._names(entry)) - op.slots.keys())
         if unknown:
@@ -65,6 +66,7 @@ class OpInterface(Generic[T]):
                 got=", ".join(unknown),
             )
         self._entries[key] = entry
+        self._definitions[key] = op
 
     def implements(self, *ops: OpDef) -> Callable[[T], T]:
         """Register the decorated function as the entry of each of these ops."""
