@@ -156,7 +156,7 @@ def test_tanh_gelu_matches_autograd(
     assert len(counts) == 2
 
 
-@pytest.mark.parametrize("low, high", [(0, 12), (0, 1e-3), (3, 6)], ids=["wide", "near 0", "tail"])
+@pytest.mark.parametrize(("low", "high"), [(0, 12), (0, 1e-3), (3, 6)], ids=["wide", "near 0", "tail"])
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
 @pytest.mark.parametrize("count", [128 * 128 + 5, 80], ids=["compiled", "small"])
 def test_exact_gelu_is_as_accurate_as_erf(
