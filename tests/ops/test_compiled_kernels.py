@@ -14,7 +14,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from onnxtrain import ORTModule, testing
+from onnxtrain import ORTModule
 from onnxtrain.native import Library, compiler
 from onnxtrain.ops import builder
 from onnxtrain.ops.activation import compiled_kernels as activations
@@ -28,6 +28,7 @@ from onnxtrain.ops.random import keyed_bits, relu_dropout
 from onnxtrain.ops.recurrent import compiled_lstm, layer_kernels
 from onnxtrain.ops.recurrent.cells import LSTM
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests import op_case
 from tests.machines import Describe
 from tests.op_case import CaseCheck, OpCase
 from tests.ops import (
@@ -78,7 +79,7 @@ def counting(library: Library, calls: Counter[str]) -> SimpleNamespace:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Counter[str]:
     """Run compiled kernels in the graphs of cases; count their calls."""
-    original = testing.case_graph
+    original = op_case.case_graph
 
     def noted(case: OpCase, dtype: torch.dtype) -> Any:
         model = original(case, dtype)
@@ -90,7 +91,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Count
     for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, cross_entropy.LIBRARY):
         monkeypatch.setattr(library, "functions", counting(library, counts))
     monkeypatch.setattr(cross_entropy, "_FEWEST_SCORES", 1)
-    monkeypatch.setattr(testing, "case_graph", noted)
+    monkeypatch.setattr(op_case, "case_graph", noted)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
     described_machine("avx2")  # bfloat16 too
     return counts
