@@ -12,7 +12,7 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,6 +25,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onnxtrain.capture import source_location
+from onnxtrain.capture.blocks.instantiate import instantiate
+from onnxtrain.capture.blocks.outside import Outside
+from onnxtrain.capture.blocks.repeated_blocks import RepeatedBlocks
 from onnxtrain.capture.convert.convert import convert
 from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
@@ -54,6 +57,7 @@ from onnxtrain.capture.guards.guards import Guards, compile_guards
 from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.key import attribute_reads
+from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.refusals import refuse_outside_tensor
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
 from onnxtrain.errors import (
@@ -158,6 +162,7 @@ class _Wrapper(torch.nn.Module):
     """The user's module as a function of a flat list of tensors."""
 
     elements: ElementDecisions
+    surroundings: Surroundings
 
     def __init__(
         self,
@@ -171,6 +176,7 @@ class _Wrapper(torch.nn.Module):
         # Not through Module.__setattr__, which would register the module a second time.
         self.__dict__["elements"] = elements
         self.__dict__["_side_effects"] = side_effects
+        self.__dict__["surroundings"] = side_effects.surroundings
         self.__dict__["_call_forward"] = call_forward or module
         self.fakes = CreatedFakes()
         self.module = module
@@ -282,10 +288,10 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
     outside = OutsideTensors()
     with capturing(), refuse_other_generators(module), plain_four_bit_weights(module) as parts:
         with attribute_reads() as reads, outside.recording():
-            program = _export(wrapper, decisions)
+            program = _export_blocks_once(wrapper, decisions, reads, outside)
             while wrapper.elements.is_undecided:
                 wrapper.elements.decide(program)
-                program = _export(wrapper, decisions)
+                program = _export_blocks_once(wrapper, decisions, reads, outside)
         wrapper.fakes.check(module)
         with _internal_errors(module):
             refuse_overlapping_writes(program)
@@ -318,7 +324,20 @@ def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:
     return internal_errors_as(CaptureError, problem)
 
 
-def _export(wrapper: _Wrapper, decisions: SizeDecisions) -> ExportedProgram:
+def _export_blocks_once(
+    wrapper: _Wrapper, decisions: SizeDecisions, reads: set[tuple[int, str]], outside: OutsideTensors
+) -> ExportedProgram:
+    """Export forward, and trace each of its repeated blocks once; all of them, if their calls cannot be replaced."""
+    events = [lambda: wrapper.elements.count, lambda: len(outside.constants)]
+    surroundings = Outside(wrapper.surroundings, events, wrapper.fakes.count, wrapper.fakes.holds)
+    blocks = RepeatedBlocks(wrapper.module, reads, surroundings)
+    program = _export(wrapper, decisions, blocks.recording())
+    return program if instantiate(program, blocks.copies) else _export(wrapper, decisions, nullcontext())
+
+
+def _export(
+    wrapper: _Wrapper, decisions: SizeDecisions, tracing_blocks: AbstractContextManager[None]
+) -> ExportedProgram:
     # torch.export would make a dynamic dimension of size 0 or 1 static, too, and say so.
     dims = tuple(
         {d: Dim.STATIC if i in decisions.fixed or size < 2 else Dim.AUTO for d, size in enumerate(t.shape)}
@@ -332,6 +351,7 @@ def _export(wrapper: _Wrapper, decisions: SizeDecisions) -> ExportedProgram:
             shape_shortcuts(),
             wrapper.fakes.recording(),
             recording_grad_mode(),
+            tracing_blocks,
             logged_as_info(),
             printed_as_info(),
         ):

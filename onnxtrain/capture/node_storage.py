@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -11,11 +12,34 @@ from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.symbols import unreplaced_expression
 from onnxtrain.torch_compat.tensors import storage_id
 
+_COPIED = "storages of the copy"  # the key in a node's metadata
+
+
+class StoragesOfCopy(dict[int, int]):
+    """The storages of the tensors of a copied block, by those of the block it is a copy of.
+
+    A storage is new if it is not given. Copies share their fake tensors with the block.
+    """
+
+    def __missing__(self, storage: int) -> int:
+        self[storage] = new = -next(_NEW_STORAGES)  # no address is negative
+        return new
+
+
+_NEW_STORAGES = itertools.count(1)
+
+
+def set_storages(meta: dict[str, Any], storages: StoragesOfCopy) -> None:
+    """Give a copied node, which has this metadata, its own storages."""
+    meta[_COPIED] = storages
+
 
 def storages_of(node: Node) -> set[int]:
     """Return the ids of the storages that a node's tensors had during the trace: a view shares its base's."""
     values = pytree.tree_leaves(node.meta.get("val"))
-    return {s for v in values if isinstance(v, torch.Tensor) and (s := _storage(v)) is not None}
+    storages = {s for v in values if isinstance(v, torch.Tensor) and (s := _storage(v)) is not None}
+    copied: StoragesOfCopy | None = node.meta.get(_COPIED)
+    return storages if copied is None else {copied[storage] for storage in storages}
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...], ...]:

@@ -166,6 +166,12 @@ FAKE_DISPATCH = PatchPoint(
     "a capture takes twice as long",
     "self func types args kwargs",
 )
+CALL_MODULE = PatchPoint(
+    "torch.fx.experimental.proxy_tensor:_ModuleStackTracer.call_module",
+    "repeated blocks are traced once",
+    "a capture takes longer: as long as the model has layers",
+    "self m forward args kwargs",
+)
 LAZY_MODULE_CLASS = PatchPoint(
     "torch.fx._lazy_graph_module:_get_graph_module_cls", "a traced module's source is compiled and never run", _LONGER
 )

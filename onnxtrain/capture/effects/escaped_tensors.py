@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
@@ -58,6 +59,14 @@ class CreatedFakes:
         """Start over: forward is about to run."""
         self._created.clear()
 
+    def count(self) -> int:
+        """Return the number of tensors created so far."""
+        return len(self._created)
+
+    def holds(self, since: int, tensors: Sequence[torch.Tensor], nodes: Iterable[Node]) -> bool:
+        """Whether forward refers to a tensor created since there were `since`, beyond these and the values of nodes."""
+        return bool(_held(self._created[since:], tensors, nodes))
+
     def record_held(self, results: Sequence[Any]) -> None:
         """Record the tensors, besides the results, that are alive when forward returns; autograd frees some later."""
         self._held = [(weakref.ref(tensor), _location(tensor)) for tensor in self._held_elsewhere(results)]
@@ -92,14 +101,22 @@ class CreatedFakes:
         """Return the created tensors that are alive, no results and not held by the capture."""
         mode = get_proxy_mode()
         assert mode is not None, "forward runs under the tracer"
-        expected = {id(leaf) for leaf in (*results, *FunctionCalls.watched())}
         for node in mode.tracer.graph.nodes:
-            expected.update(map(id, tree_leaves(node.meta.get("val"))))
             node.meta.pop("eager_input_vals", None)  # arguments of a custom operator, which only Inductor reads
-        alive = [tensor for ref in self._created if (tensor := ref()) is not None and id(tensor) not in expected]
-        tensor = None  # this name would hold the last one
-        own_references = next(_references(value) for value in [object()])
-        return [tensor for tensor in alive if _references(tensor) - _is_in_autograd(tensor) > own_references]
+        return _held(self._created, results, mode.tracer.graph.nodes)
+
+
+def _held(
+    created: Iterable[weakref.ref[FakeTensor]], results: Iterable[Any], nodes: Iterable[Node]
+) -> list[FakeTensor]:
+    """Return those of the created tensors to which something else refers than autograd, and the values of nodes."""
+    expected = {id(leaf) for leaf in (*results, *FunctionCalls.watched())}
+    for node in nodes:
+        expected.update(map(id, tree_leaves(node.meta.get("val"))))
+    alive = [tensor for ref in created if (tensor := ref()) is not None and id(tensor) not in expected]
+    tensor = None  # this name would hold the last one
+    own_references = next(_references(value) for value in [object()])
+    return [tensor for tensor in alive if _references(tensor) - _is_in_autograd(tensor) > own_references]
 
 
 @contextmanager

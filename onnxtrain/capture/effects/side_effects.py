@@ -116,11 +116,16 @@ class _Globals(MutableMapping[str, Any]):
 
 
 class SideEffects:
-    """Watch the attributes of all submodules, the containers and plain objects in them, and globals."""
+    """Watch the attributes of all submodules, the containers and plain objects in them, and globals.
+
+    Attributes:
+        surroundings: what forward can reach outside of the module.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._globals = [(name, _Globals(scope, names)) for scope, name, names in Surroundings(module, None).writes]
+        self.surroundings = Surroundings(module, None)
+        self._globals = [(name, _Globals(scope, names)) for scope, name, names in self.surroundings.writes]
         self._first = self._snapshot()
         self._before = self._first
         self._changes: list[_Change] = []

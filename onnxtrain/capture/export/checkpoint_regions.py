@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.fx.traceback import annotate
+from torch.fx.traceback import annotate, get_current_meta
 
 REGION = "checkpoint"  # the key in an ONNX node's metadata
 _KEY = "onnxtrain_checkpoint"
@@ -27,6 +27,38 @@ def checkpoint_region() -> AbstractContextManager[None]:
 def checkpoint_region_of(node: torch.fx.Node) -> str:
     """Return the number of the innermost region that a node was traced in; "" outside of any region."""
     return str((node.meta.get("custom") or {}).get(_KEY, ""))
+
+
+def current_region() -> str:
+    """Return the number of the region that is being traced; "" outside of any region."""
+    return str((get_current_meta().get("custom") or {}).get(_KEY, ""))
+
+
+def current_annotations() -> Hashable:
+    """Return the annotations that nodes get now, besides the region."""
+    return other_annotations(get_current_meta())
+
+
+def other_annotations(meta: Mapping[str, Any]) -> Hashable:
+    """Return the annotations in a node's metadata besides its region."""
+    return tuple((key, repr(value)) for key, value in (meta.get("custom") or {}).items() if key != _KEY)
+
+
+def in_new_regions(metas: Iterable[dict[str, Any]], outer_regions: tuple[str, str]) -> None:
+    """Move copies of nodes from the region around the originals to that around the copies, others to new regions.
+
+    Args:
+        metas: the metadata of the copies.
+        outer_regions: the region around the originals, and that around the copies.
+    """
+    numbers = dict([outer_regions])
+    for meta in metas:
+        custom = meta.get("custom") or {}
+        region = str(custom.get(_KEY, ""))
+        number = numbers[region] if region in numbers else numbers.setdefault(region, str(next(_NUMBERS)))
+        if region != number:
+            others = {key: value for key, value in custom.items() if key != _KEY}
+            meta["custom"] = {**others, _KEY: number} if number else others
 
 
 def mark_checkpoints(owner: int, original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:

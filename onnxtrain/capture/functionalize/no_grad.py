@@ -61,7 +61,7 @@ def detach_no_grad_values(program: ExportedProgram) -> None:
     """
     module = program.graph_module
     calls = [n for part in module.modules() if isinstance(part, GraphModule) for n in _calls(part)]
-    switched = [n for n in calls if _is_grad_enabled(n) != torch.is_grad_enabled()]
+    switched = [n for n in calls if is_grad_enabled(n) != torch.is_grad_enabled()]
     if switched and not torch.is_grad_enabled():
         raise _enable_grad_error(switched[0])
     if switched or any(map(mutated_arguments, calls)):
@@ -75,7 +75,8 @@ def _calls(module: GraphModule) -> list[Node]:
     ]
 
 
-def _is_grad_enabled(node: Node) -> bool:
+def is_grad_enabled(node: Node) -> bool:
+    """Whether grad mode was on when a call was traced."""
     return bool(node.meta.get(_GRAD_MODE, True))
 
 
@@ -129,7 +130,7 @@ class _Detacher:
         self._parameters = set().union(*(storages_of(p) for p in placeholders if p.name in parameters))
         self._with_gradient = set().union(*(storages_of(p) for p in placeholders if _requires_grad(p)))
         self._detached: set[Node] = set()  # although their memory may belong to a tensor with a gradient
-        readers = [module.graph.output_node(), *filter(_is_grad_enabled, calls)]
+        readers = [module.graph.output_node(), *filter(is_grad_enabled, calls)]
         self._read_with_grad = set().union(*(storages_of(a) for reader in readers for a in reader.all_input_nodes))
 
     def run(self, module: GraphModule, arguments: Sequence[Any] = ()) -> list[Any]:
@@ -163,7 +164,7 @@ class _Detacher:
 
     def _visit_functional(self, node: Node) -> None:
         """Visit a call that mutates nothing: its results are new tensors, or views."""
-        grad, storages = _is_grad_enabled(node), storages_of(node)
+        grad, storages = is_grad_enabled(node), storages_of(node)
         viewed = [a for a in node.all_input_nodes if not storages.isdisjoint(storages_of(a))]
         if viewed:
             if node.target is _DETACH or any(a in self._detached for a in viewed):
@@ -186,7 +187,7 @@ class _Detacher:
     def _visit_mutation(self, node: Node, mutated: Sequence[Node]) -> None:
         if any(not self._parameters.isdisjoint(storages_of(target)) for target in mutated):
             return  # refused later, by a message that says what to do
-        grad, sources = _is_grad_enabled(node), [a for a in node.all_input_nodes if a not in mutated]
+        grad, sources = is_grad_enabled(node), [a for a in node.all_input_nodes if a not in mutated]
         with_gradient = [a for a in sources if a not in self._detached and self._may_have_gradient(a)]
         is_through_detach = any(target in self._detached for target in mutated)
         if grad and not is_through_detach:

@@ -29,6 +29,7 @@ from onnxtrain.capture.functionalize.autocast import composites_with_casts
 from onnxtrain.capture.functionalize.batch_norm import BATCH_NORM, functional_batch_norm, updates_statistics
 from onnxtrain.capture.functionalize.explicit_casts import CAST, ExplicitCasts, cast_value
 from onnxtrain.capture.functionalize.functional_calls import is_convertible
+from onnxtrain.capture.node_storage import storages_of
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.ops.aten_node import autocast_state
@@ -36,7 +37,6 @@ from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.modes import is_transformed
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.patch_points import RECOMPILE
-from onnxtrain.torch_compat.tensors import storage_id
 
 aten = torch.ops.aten
 
@@ -261,7 +261,7 @@ def _storages(node: Node) -> list[int]:
     tensors = [v for v in leaves if isinstance(v, torch.Tensor) and v.layout is torch.strided]
     if any(is_transformed(t) for t in tensors):
         raise _NeedsRetracingError
-    return [storage_id(t) for t in tensors]
+    return [*storages_of(node)]
 
 
 def _signature(operator: Any) -> list[tuple[str, str, bool]]:

@@ -76,6 +76,11 @@ class ElementDecisions:
         self._next = 0
         self._where = ""
 
+    @property
+    def count(self) -> int:
+        """The number of tests in the current trace."""
+        return self._next
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Answer the tensor tests of forward while this is held.

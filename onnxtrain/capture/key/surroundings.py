@@ -69,6 +69,15 @@ class Reference:
     is_in_snapshot: bool = False
     includes_contents: bool = True
 
+    def read(self) -> object:
+        """Return the value that the reference leads to now; None if it leads nowhere."""
+        try:
+            if self.template is _ITEM:
+                return self.holder[self.key]
+            return self.holder.cell_contents if self.template is _CELL else getattr(self.holder, self.key)
+        except (LookupError, AttributeError, ValueError):
+            return None
+
 
 _ITEM, _CELL, _ATTRIBUTE = "{holder}[{key}]", "{holder}.cell_contents", "{holder}.{key}"
 

@@ -1,0 +1,276 @@
+"""Decide which calls of blocks are traced, and put one call node into the trace for each of the others.
+
+The first two calls of a kind of block are traced. If their traces are equal, each further call whose block is in the
+same state, with the same types of arguments, gets a call node: `instantiate` replaces it by a copy of the second trace.
+Only the outermost block is copied. If its calls are never the same, the blocks in it are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot, track_tensor_tree
+
+from onnxtrain.capture.blocks.call_arguments import NotReusableError, flatten, rebuild
+from onnxtrain.capture.blocks.module_state import Block, Read, kinds, shared, tensor_key
+from onnxtrain.capture.blocks.outside import Outside
+from onnxtrain.capture.blocks.traced_call import Slots, TracedCall, traced_call
+from onnxtrain.capture.export.checkpoint_regions import current_annotations, current_region
+from onnxtrain.capture.key.key import environment
+from onnxtrain.capture.key.snapshot import submodules
+from onnxtrain.capture.node_storage import StoragesOfCopy
+from onnxtrain.capture.structure import Identity
+from onnxtrain.torch_compat.operators import HigherOrderOperator
+from onnxtrain.torch_compat.patch_points import CALL_MODULE
+from onnxtrain.torch_compat.replacement import in_thread
+from onnxtrain.torch_compat.tensors import storage_id
+
+TEMPLATE = "template"  # the key in a node's metadata
+_LEAST_CALLS = 3  # of a kind: two are traced
+_MOST_ATTEMPTS = 3  # calls of a kind that are traced in vain, before the blocks inside are tried
+
+
+class BlockCall(HigherOrderOperator):
+    """The operator of the call node of a `Copy`."""
+
+    def __init__(self) -> None:
+        super().__init__("onnxtrain_block_call")  # type: ignore[no-untyped-call]  # torch's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("a call of a block is replaced by its nodes before anything runs")
+
+
+BLOCK_CALL = BlockCall()
+
+
+@dataclass(frozen=True)
+class Template:
+    """A traced call that others repeat.
+
+    Attributes:
+        call: the trace.
+        reads: the attributes that its forward read.
+        attributes: their keys.
+        state: the structure of the block, the state of PyTorch and of the surroundings.
+        depth: the number of modules that were running, with the block itself.
+    """
+
+    call: TracedCall
+    reads: Sequence[Read]
+    attributes: Mapping[Read, Hashable]
+    state: Hashable
+    depth: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a template.
+
+    Its call node takes the number of the copy; of the slots that the template uses, the template's nodes and those of
+    the copy; and the nodes of the template's results, which would be removed if nothing read them.
+
+    Attributes:
+        template: the template.
+        depth: see `Template`.
+        region: the checkpoint region around the copy.
+        storages: the storages of the copy's slots and results, by those of the template.
+    """
+
+    template: Template
+    depth: int
+    region: str
+    storages: StoragesOfCopy
+
+
+class RepeatedBlocks:
+    """The blocks of one trace.
+
+    Args:
+        module: the user's module.
+        reads: the attributes that forward has read so far, which `attribute_reads` adds to.
+        outside: watches what is outside of the blocks.
+
+    Attributes:
+        copies: the copies, by the number that their call nodes take.
+    """
+
+    def __init__(self, module: torch.nn.Module, reads: set[tuple[int, str]], outside: Outside) -> None:
+        self.copies: list[Copy] = []
+        self._reads = reads
+        self._outside = outside
+        self._modules = [submodule for _, submodule in submodules(module)]
+        self._kinds = kinds(module)
+        self._count = Counter(self._kinds.values())
+        self._called: set[int] = set()
+        self._templates: dict[Hashable, list[Template]] = defaultdict(list)
+        self._candidates: dict[Hashable, Template] = {}
+        self._attempts: Counter[int] = Counter()
+        self._is_tracing_block = False
+        self._environment: Hashable = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Copy blocks in the trace that this thread makes."""
+        original = CALL_MODULE.original
+
+        def call_module(tracer: Any, module: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            if self._environment is None:
+                self._environment = environment()
+            kind = self._kind(module)
+            if kind is None:
+                return original(tracer, module, forward, args, kwargs)
+            return original(tracer, module, partial(self._call, tracer, module, kind, forward), args, kwargs)
+
+        with CALL_MODULE.wrapped(partial(in_thread, call_module)):
+            yield
+
+    def _kind(self, module: torch.nn.Module) -> int | None:
+        """Return the kind of a module whose call may be copied or become a template; None for any other."""
+        kind = self._kinds.get(id(module))
+        if kind is None or self._is_tracing_block or self._attempts[kind] >= _MOST_ATTEMPTS:
+            return None
+        is_repeated = self._count[kind] >= _LEAST_CALLS or id(module) in self._called
+        self._called.add(id(module))
+        return kind if is_repeated and environment() == self._environment else None
+
+    def _call(self, tracer: Any, module: torch.nn.Module, kind: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        block, tensors = Block(module), list[torch.Tensor]()
+        try:
+            arguments = flatten((args, kwargs), tensors)
+        except NotReusableError:
+            self._attempts[kind] += 1
+            return forward(*args, **kwargs)
+        structure = block.structure()
+        if structure is None:
+            self._attempts[kind] += 1
+            return forward(*args, **kwargs)
+        tensors += block.tensors.values()
+        slots = _slots(block, tensors, tracer)
+        state = structure, arguments, slots.keys, current_annotations(), self._outside.state()
+        for template in self._templates[state]:
+            if block.attributes(template.reads) == template.attributes:
+                return self._copy(tracer, template, block, slots, tensors)
+        with self._tracing_block():
+            return self._trace(tracer, block, kind, slots, state, forward, args, kwargs)
+
+    @contextmanager
+    def _tracing_block(self) -> Iterator[None]:
+        self._is_tracing_block = True
+        try:
+            yield
+        finally:
+            self._is_tracing_block = False
+
+    # Tracing
+
+    def _trace(
+        self, tracer: Any, block: Block, kind: int, slots: Slots, state: Hashable, forward: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Trace a call, and make it a template if the previous call of its kind had the same trace."""
+        before = block.all_attributes(), self._values_outside(block)
+        created, region = self._outside.count_tensors(), current_region()
+        last = next(reversed(tracer.graph.nodes), None)
+        earlier_reads = self._reads.copy()
+        self._reads.clear()
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            new_reads = self._reads.copy()
+            self._reads |= earlier_reads
+        self._attempts[kind] += 1
+        try:
+            traced = itertools.takewhile(lambda node: node is not last, reversed(tracer.graph.nodes))
+            call = traced_call([*traced][::-1], slots, result, partial(_node_of, tracer), region)
+            reads = block.reads_in(new_reads)
+            tensors: list[torch.Tensor] = []
+            arguments = flatten((args, kwargs), tensors)
+            block = Block(block.module)
+            tensors += block.tensors.values()
+            slots = _slots(block, tensors, tracer)
+            state_after = block.structure(), arguments, slots.keys, current_annotations(), self._outside.state()
+        except NotReusableError:
+            return result
+        results: list[torch.Tensor] = []
+        flatten(result, results)
+        after = block.all_attributes(), self._values_outside(block)
+        is_unchanged = (state, before, self._environment) == (state_after, after, environment())
+        if reads is None or not is_unchanged or self._outside.holds_tensors(created, results, call.nodes):
+            return result
+        template = Template(call, reads, block.attributes(reads), state, len(tracer.module_stack))
+        previous = self._candidates.get((kind, state))
+        if previous is not None and previous.attributes == template.attributes and previous.call.key == call.key:
+            self._templates[state].append(template)
+            self._attempts[kind] = 0
+        self._candidates[kind, state] = template
+        return result
+
+    def _values_outside(self, block: Block) -> Sequence[Hashable]:
+        """Return the attributes and buffers of the modules around a block."""
+        others = (m.__dict__ for m in self._modules if id(m) not in block.paths)
+        return [Identity(value) for d in others for value in (*d.values(), *d["_buffers"].values())]
+
+    # Copying
+
+    def _copy(
+        self, tracer: Any, template: Template, block: Block, slots: Slots, tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """Add the call node of a copy to the trace; return results for it. `tensors` are those of the slots."""
+        self._reads.update(block.ids_of(template.reads))
+        call = template.call
+        for node in call.nodes:
+            node.meta[TEMPLATE] = id(template)  # torch.export may replace a node by another with the same metadata
+        created = [r for r in call.returned if isinstance(r, Node)]
+        with disable_proxy_modes_tracing():
+            new = [_empty(node.meta["val"], grad) for node, grad in zip(created, call.requires_grad, strict=True)]
+        storages = StoragesOfCopy()
+        for number in call.used_slots:
+            own = slots.storages[number]
+            if slots.writable[number]:
+                storages[own] = own  # functionalization gives copied nodes the value of the buffer that they write
+            storages[call.slots.storages[number]] = own
+        storages.update((storage_id(node.meta["val"]), storage_id(t)) for node, t in zip(created, new, strict=True))
+        self.copies.append(Copy(template, len(tracer.module_stack), current_region(), storages))
+        nodes = [[_proxy(s.nodes[n], tracer) for n in call.used_slots] for s in (call.slots, slots)]
+        originals = [_proxy(node, tracer) for node in created]
+        proxy = tracer.create_proxy("call_function", BLOCK_CALL, (len(self.copies) - 1, *nodes, originals), {})
+        track_tensor_tree(new, proxy, constant=None, tracer=tracer)
+        results = iter(new)
+        returned = (next(results) if isinstance(r, Node) else tensors[r] for r in call.returned)
+        return rebuild(call.result, returned)
+
+
+def _slots(block: Block, tensors: Sequence[torch.Tensor], tracer: Any) -> Slots:
+    """Describe the tensors that a block takes: those of the call, then its own."""
+    own = [name in block.submodules[path].__dict__["_buffers"] for path, name in block.tensors]
+    writable = [False] * (len(tensors) - len(own)) + own
+    nodes = [_node_of(tracer, tensor) for tensor in tensors]
+    storages = [*map(storage_id, tensors)]
+    keys = tuple(map(tensor_key, tensors[: -len(own) or None])), shared(tensors, storages)
+    return Slots(nodes, storages, writable, (*keys, tuple(node is None for node in nodes)))
+
+
+def _node_of(tracer: Any, tensor: torch.Tensor) -> Node | None:
+    slot: Any = get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def _proxy(node: Node | None, tracer: Any) -> torch.fx.Proxy:
+    assert node is not None, "every slot that a trace uses has a node"
+    return torch.fx.Proxy(node, tracer)
+
+
+def _empty(example: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Make a fake tensor with the layout of another one; if it requires a gradient, it is no leaf."""
+    size, strides = example.shape, example.stride()
+    new = torch.empty_strided(size, strides, dtype=example.dtype, device=example.device)
+    if requires_grad:
+        new.mul_(torch.empty((), dtype=example.dtype, device=example.device, requires_grad=True))
+    return new
