@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
+from onnxtrain.ops.interfaces.in_place import MAY_KEEP_INPUTS
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import dispatch, pytree
 from onnxtrain.torch_compat.operators import OpOverload, name_and_overload, written_arguments
@@ -399,7 +400,7 @@ def _differentiate(
     return dense[0] if len(dense) == 1 else dense
 
 
-define(
+ATEN_GRAD = define(
     OpDef(
         domain=ATEN,
         name="ATenGrad",
@@ -419,3 +420,4 @@ define(
         count_outputs=lambda inputs, attributes: int(attributes["inputs"]),
     )
 )
+MAY_KEEP_INPUTS.add(ATEN_OP, ATEN_GRAD)

@@ -268,7 +268,7 @@ class Kernel:
     prepare: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OpDef:
     """All facts about one op. See the module docstring; `docs/development/adding-an-op.md` walks through one.
 

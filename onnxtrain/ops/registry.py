@@ -57,6 +57,12 @@ def view(node: ir.Node) -> NodeView:
     return definition_of(node).view(node)
 
 
+def input_of(value: ir.Value, op: OpDef) -> ir.Value | None:
+    """Return the first input of the node that computes `value`; None if that is no node of this op."""
+    node = value.producer()
+    return node.inputs[0] if node is not None and definition_of(node) is op else None
+
+
 def builder(graph: ir.Graph) -> Builder:
     """Return a builder that infers the types of its nodes from these definitions."""
     return Builder(graph, lookup)

@@ -19,12 +19,13 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import dtype_of, is_float, rank_of
-from onnxtrain.ops import builder, view
+from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.attention.heads import strip_repeat
 from onnxtrain.ops.attention.scores import scale_as_attribute, score_dtype
 from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.random.dropout import drops_elements
 from onnxtrain.ops.reshape.dims import transposed, unsqueezed
+from onnxtrain.ops.softmax.softmax import SAFE_SOFTMAX, SOFTMAX
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.match_attention import AttentionMatch, Mask, NotAttention, Operand, match_attention
 from onnxtrain.passes.rewriting import nodes_before, substitute
@@ -35,7 +36,7 @@ def fuse_attention(graph: ir.Graph, changes: Changes) -> None:
     op = builder(graph)
     fused = 0
     for node in list(graph):
-        if node.op_type not in ("Softmax", "SafeSoftmax"):
+        if definition_of(node) not in (SOFTMAX, SAFE_SOFTMAX):
             continue
         try:
             found = match_attention(node)
@@ -84,7 +85,7 @@ def _attention(op: Builder, found: AttentionMatch) -> ir.Value:
     k, v = _keys_and_values(op, found, leading)
     q, scale = scale_as_attribute(op, q, found.scale)
     bias, mask, fill = _masks(op, found, leading)
-    attributes: dict[str, Any] = {"scale": scale, "safe": int(found.softmax.op_type == "SafeSoftmax") or None}
+    attributes: dict[str, Any] = {"scale": scale, "safe": int(definition_of(found.softmax) is SAFE_SOFTMAX) or None}
     if found.dropout is None:
         operands = [q, k, v, bias, mask, fill]
         while operands[-1] is None:

@@ -13,8 +13,9 @@ import onnx_ir as ir
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of, rank_of
-from onnxtrain.ops import builder, view
+from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.activation.gated import activation_of
+from onnxtrain.ops.elementwise.arithmetic import MUL
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, only_user, substitute
 
@@ -38,7 +39,7 @@ def fuse_gated_activations(graph: ir.Graph, changes: Changes) -> None:
 
 def _gate(node: ir.Node, changes: Changes) -> tuple[ir.Node, ir.Value] | None:
     """Return the activation that `node` multiplies by another tensor, and that tensor; None for any other node."""
-    if node.op_type != "Mul":
+    if definition_of(node) is not MUL:
         return None
     first, second = node.inputs
     for x, up in ((first, second), (second, first)):

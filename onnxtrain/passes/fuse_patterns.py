@@ -20,8 +20,12 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import dtype_of, normalize_axis, rank_of
 from onnxtrain.ops import builder, view
+from onnxtrain.ops.elementwise.copies import CAST
 from onnxtrain.ops.matmul import is_exact_attribute
 from onnxtrain.ops.norm.layer_norm import build_layer_norm
+from onnxtrain.ops.registry import input_of
+from onnxtrain.ops.reshape.join import SPLIT
+from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.ops.symbolic_ints import known_ints
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.patterns import Cast, Match, Num, Op, Pattern, Rewrite, Var, either, match, op, shared_value
@@ -116,8 +120,7 @@ def _of_type(x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
         return x
     if dtype == ir.DataType.DOUBLE:
         return None
-    node = x.producer()
-    source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
+    source = input_of(x, CAST)
     return source if source is not None and dtype_of(source) == dtype else None
 
 
@@ -155,8 +158,7 @@ def _is_half(x: ir.Value) -> bool:
     Eager rounds after each op then, and a fused op would not: more accurate on average, but further from eager than the
     tolerance allows (1.3 times, for a gradient of GPT-2 under autocast).
     """
-    node = x.producer()
-    source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
+    source = input_of(x, CAST)
     return min(dtype_of(v).itemsize for v in (x, source) if v is not None) < 4
 
 
@@ -208,9 +210,9 @@ def _half_index(part: ir.Value, x: ir.Value) -> int | None:
     if not isinstance(width, int) or width % 2 or sizes.dims_of(part) != (*sizes.dims_of(x)[:-1], width // 2):
         return None
     n = view(node)
-    if node.op_type == "Split":
+    if n.definition is SPLIT:
         return part.index() if normalize_axis(n.axis, axis + 1) == axis else None
-    if node.op_type != "Slice" or n.axes is None:
+    if n.definition is not SLICE or n.axes is None:
         return None
     axes, starts = known_ints(n.axes), known_ints(n.starts)
     steps = (1,) if n.steps is None else known_ints(n.steps)

@@ -21,10 +21,17 @@ from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops import definition_of, view
 from onnxtrain.ops.attention.scores import score_dtype
-from onnxtrain.ops.elementwise.arithmetic import number_of
+from onnxtrain.ops.elementwise.arithmetic import ADD, DIV, MUL, SUB, number_of
+from onnxtrain.ops.elementwise.selection import WHERE
+from onnxtrain.ops.matmul.einsum import EINSUM
+from onnxtrain.ops.matmul.fused_matmul import FUSED_MATMUL
+from onnxtrain.ops.matmul.matmul import MATMUL
+from onnxtrain.ops.random.dropout import DROPOUT
+from onnxtrain.ops.reshape.dims import TRANSPOSE, perm_of
 from onnxtrain.passes.rewriting import only_user
 
-_MATMULS = frozenset({"MatMul", "FusedMatMul", "Einsum"})
+_MATMULS = frozenset({MATMUL, FUSED_MATMUL, EINSUM})
+_BETWEEN = frozenset({MUL, DIV, ADD, SUB, WHERE})  # scores and softmax
 _SOFTMAX_TYPE = "its softmax has another element type than query and key"
 
 
@@ -127,7 +134,7 @@ def _match_probabilities(p: ir.Value) -> tuple[ir.Node, ir.Node | None, list[ir.
         node = only_user(p)
         if node is None:
             raise NotAttention("its probabilities have other users" if _reaches_matmul(p) else None)
-        if node.op_type == "Dropout" and dropout is None and p is node.inputs[0]:
+        if definition_of(node) is DROPOUT and dropout is None and p is node.inputs[0]:
             if is_used(node.outputs[1]):
                 raise NotAttention("its dropout mask has other users")
             dropout = node
@@ -135,7 +142,7 @@ def _match_probabilities(p: ir.Value) -> tuple[ir.Node, ir.Node | None, list[ir.
             break
         between.append(node)
         p = node.outputs[0]
-    if node.op_type not in _MATMULS or [*node.inputs].count(p) != 1:
+    if definition_of(node) not in _MATMULS or [*node.inputs].count(p) != 1:
         raise NotAttention
     return node, dropout, [n for n in between if n is not None]
 
@@ -143,17 +150,17 @@ def _match_probabilities(p: ir.Value) -> tuple[ir.Node, ir.Node | None, list[ir.
 def _reaches_matmul(p: ir.Value) -> bool:
     """Return whether a matmul reads p, directly or through dropout and shape-preserving ops."""
     for use in p.uses():
-        node = use.node
-        if node.op_type in _MATMULS:
+        node, definition = use.node, definition_of(use.node)
+        if definition in _MATMULS:
             return True
-        if (node.op_type == "Dropout" or definition_of(node).preserves_elements) and _reaches_matmul(node.outputs[0]):
+        if (definition is DROPOUT or definition.preserves_elements) and _reaches_matmul(node.outputs[0]):
             return True
     return False
 
 
 def _keeps_matrices(node: ir.Node) -> bool:
-    """Return whether a node keeps the last two dimensions."""
-    if node.op_type == "Cast" and not is_float(dtype_of(node.outputs[0])):
+    """Return whether a node keeps the last two dimensions, and floating-point numbers."""
+    if not is_float(dtype_of(node.outputs[0])):
         return False
     before, after = sizes.dims_of(_first_input(node)), sizes.dims_of(node.outputs[0])
     return before[-2:] == after[-2:]
@@ -171,7 +178,7 @@ def _inputs(node: ir.Node) -> list[ir.Value]:
 def _match_values(node: ir.Node, p: ir.Value) -> tuple[Operand, tuple[int, ...] | None]:
     """Return v [..., columns, d] of p @ v, and the permutation of the result's axes if it is not [..., rows, d]."""
     matmul = _matmul(node)
-    if node.op_type != "Einsum":
+    if definition_of(node) is not EINSUM:
         if matmul.a.value is not p or matmul.alpha != 1 or matmul.a.perm != tuple(range(rank_of(p))):
             raise NotAttention
         return matmul.b, None
@@ -204,7 +211,7 @@ class _MatMul(NamedTuple):
 
 
 def _matmul(node: ir.Node) -> _MatMul:
-    if node.op_type == "Einsum":
+    if definition_of(node) is EINSUM:
         terms, output = str(view(node).equation).replace(" ", "").split("->")
         first, second = terms.split(",") if terms.count(",") == 1 else ("", "")
         if not first or any(len(set(t)) != len(t) for t in (first, second, output)):
@@ -214,9 +221,9 @@ def _matmul(node: ir.Node) -> _MatMul:
     a, b = (_unpermuted(v) for v in node.inputs)
     if len(a.perm) < 2 or len(a.perm) != len(b.perm):
         raise NotAttention
-    if node.op_type == "MatMul":
-        return _MatMul(a, b)
     n = view(node)
+    if n.definition is MATMUL:
+        return _MatMul(a, b)
     if n.transBatchA or n.transBatchB:
         raise NotAttention("its matmul permutes batch dimensions")
     return _MatMul(_transposed(a) if n.transA else a, _transposed(b) if n.transB else b, float(n.alpha))
@@ -234,10 +241,9 @@ def _transposed(operand: Operand) -> Operand:
 def _cancel_transpose(operand: Operand) -> Operand:
     """Return the operand as the input of its Transpose, if that cancels the operand's permutation."""
     node = operand.value.producer()
-    if node is None or node.op_type != "Transpose":
+    if node is None or definition_of(node) is not TRANSPOSE:
         return operand
-    axes = tuple(range(len(operand.perm)))
-    perm = view(node).perm or tuple(reversed(axes))
+    axes, perm = tuple(range(len(operand.perm))), perm_of(view(node))
     return Operand(_first_input(node), axes) if tuple(perm[axis] for axis in operand.perm) == axes else operand
 
 
@@ -306,7 +312,7 @@ def _match_scores(x: ir.Value) -> _Scores:
 
 def _is_matmul_result(value: ir.Value) -> bool:
     node = value.producer()
-    return node is not None and node.op_type in _MATMULS
+    return node is not None and definition_of(node) in _MATMULS
 
 
 def _leads_to_scores(value: ir.Value) -> bool:
@@ -327,26 +333,36 @@ def _step_back(node: ir.Node, walk: _Walk) -> ir.Value:
         if narrows:
             raise NotAttention(_SOFTMAX_TYPE if _leads_to_scores(before) else None)
         return before
-    match node.op_type:
-        case "Mul" | "Div":
-            return _step_over_scaling(node, walk)
-        case "Add" | "Sub":
-            return _step_over_added_mask(node, walk)
-        case "Where":
-            return _step_over_where(node, walk)
+    definition = definition_of(node)
+    if definition in (MUL, DIV):
+        return _step_over_scaling(node, walk)
+    if definition in (ADD, SUB):
+        return _step_over_added_mask(node, walk)
+    if definition is WHERE:
+        return _step_over_where(node, walk)
     raise NotAttention
 
 
 def _step_over_scaling(node: ir.Node, walk: _Walk) -> ir.Value:
-    a, b = _inputs(node)
-    number, x = number_of(b), a
-    if number is None and node.op_type == "Mul":
-        number, x = number_of(a), b
-    if number is None or (node.op_type == "Div" and number == 0):
-        scores = _is_matmul_result(a) or _is_matmul_result(b)
-        raise NotAttention("its scores are scaled by a tensor" if scores else None)
-    walk.factor *= number if node.op_type == "Mul" else 1 / number
+    scaling = _scaling(node)
+    if scaling is None:
+        raise NotAttention("its scores are scaled by a tensor" if any(map(_is_matmul_result, _inputs(node))) else None)
+    x, factor = scaling
+    walk.factor *= factor
     return x
+
+
+def _scaling(node: ir.Node) -> tuple[ir.Value, float] | None:
+    """Return the tensor and the constant factor of a Mul or Div; None if it has no such factor."""
+    a, b = _inputs(node)
+    if definition_of(node) is DIV:
+        divisor = number_of(b)
+        return (a, 1 / divisor) if divisor else None
+    for x, other in ((a, b), (b, a)):
+        number = number_of(other)
+        if number is not None:
+            return x, float(number)
+    return None
 
 
 def _step_over_added_mask(node: ir.Node, walk: _Walk) -> ir.Value:
@@ -356,11 +372,11 @@ def _step_over_added_mask(node: ir.Node, walk: _Walk) -> ir.Value:
         raise NotAttention
     if second is not None and (first is None or second < first):
         a, b = b, a
-        if node.op_type == "Sub":
+        if definition_of(node) is SUB:
             raise NotAttention
     if sizes.dims_of(a) != sizes.dims_of(node.outputs[0]):
         raise NotAttention("an additive mask broadcasts its scores to a larger shape")
-    walk.prepend_added(Mask(b, rank_of(a), factor=-walk.factor if node.op_type == "Sub" else walk.factor))
+    walk.prepend_added(Mask(b, rank_of(a), factor=-walk.factor if definition_of(node) is SUB else walk.factor))
     return a
 
 
@@ -397,7 +413,8 @@ def _distance_to_matmul(value: ir.Value, limit: int = 12) -> int | None:
         return None
     if _is_matmul_result(value):
         return 0
-    if node.op_type not in ("Mul", "Div", "Add", "Sub", "Where") and not definition_of(node).preserves_elements:
+    definition = definition_of(node)
+    if definition not in _BETWEEN and not definition.preserves_elements:
         return None
     distances = [_distance_to_matmul(v, limit - 1) for v in node.inputs if v is not None and is_float(dtype_of(v))]
     return min((1 + d for d in distances if d is not None), default=None)
@@ -405,7 +422,7 @@ def _distance_to_matmul(value: ir.Value, limit: int = 12) -> int | None:
 
 def _finish(node: ir.Node, walk: _Walk) -> _Scores:
     matmul = _matmul(node)
-    if node.op_type == "Einsum":
+    if definition_of(node) is EINSUM:
         q, k = _einsum_operands(matmul)
     else:
         q, k = matmul.a, _transposed(matmul.b)
@@ -435,12 +452,7 @@ def _einsum_operands(matmul: _MatMul) -> tuple[Operand, Operand]:
 def _strip_scaling(operand: Operand) -> tuple[Operand, float]:
     """Return the operand before its Mul or Div by a constant, and the constant factor (1 without)."""
     node = operand.value.producer()
-    if node is None or node.op_type not in ("Mul", "Div"):
+    scaling = None if node is None or definition_of(node) not in (MUL, DIV) else _scaling(node)
+    if scaling is None or not scaling[1] or sizes.dims_of(scaling[0]) != sizes.dims_of(operand.value):
         return operand, 1.0
-    a, b = _inputs(node)
-    number, x = number_of(b), a
-    if number is None and node.op_type == "Mul":
-        number, x = number_of(a), b
-    if number is None or not number or sizes.dims_of(x) != sizes.dims_of(operand.value):
-        return operand, 1.0
-    return Operand(x, operand.perm), float(number if node.op_type == "Mul" else 1 / number)
+    return Operand(scaling[0], operand.perm), scaling[1]

@@ -20,8 +20,8 @@ import onnx_ir as ir
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import ONNX, dtype_of, is_float
-from onnxtrain.ops import definition_of
+from onnxtrain.graph.values import dtype_of, is_float
+from onnxtrain.ops import definition_of, lookup
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
 
@@ -70,13 +70,18 @@ Pattern = Var | Num | Op | Either | Cast
 
 
 def op(kinds: str, *inputs: Pattern | float, check: Callable[[ir.Node], bool] | None = None) -> Op:
-    """Match a node of one of the ops in `kinds`, separated by |; a number matches a constant close to it."""
+    """Match a node of one of the ops in `kinds`, separated by |; a number matches a constant close to it.
+
+    Raises:
+        GraphError: there is no such op.
+    """
     return Op(frozenset(map(_domain_and_name, kinds.split("|"))), tuple(_pattern(i) for i in inputs), check)
 
 
 def _domain_and_name(kind: str) -> tuple[str, str]:
-    domain, separator, name = kind.rpartition("::")
-    return (domain, name) if separator else (ONNX, kind)
+    domain, _, name = kind.rpartition("::")
+    definition = lookup(domain, name)
+    return definition.domain, definition.name
 
 
 def either(*patterns: Pattern) -> Either:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.elementwise.copies import IDENTITY
 from onnxtrain.passes.changes import Changes, counted
 
 
@@ -18,7 +20,7 @@ def remove_identities(graph: ir.Graph, changes: Changes) -> None:
     """Remove the Identity nodes between two nodes of `graph`."""
     removed = 0
     for node in list(graph):
-        if node.domain or node.op_type != "Identity":
+        if definition_of(node) is not IDENTITY:
             continue
         (source,), (result,) = node.inputs, node.outputs
         if source is None or source.producer() is None or source.is_graph_output() or result.is_graph_output():

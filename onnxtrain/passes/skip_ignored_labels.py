@@ -24,11 +24,14 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, constant_of, dtype_of, rank_of, set_type
-from onnxtrain.ops import builder, view
+from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.body_parts import cast, reshaped
 from onnxtrain.ops.definition import NodeView
+from onnxtrain.ops.elementwise.comparison import EQUAL
+from onnxtrain.ops.elementwise.selection import WHERE
 from onnxtrain.ops.index.advanced_indexing import nonzero_indices
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
+from onnxtrain.ops.reduce.sums import REDUCE_SUM
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.join import concatenated
 from onnxtrain.ops.reshape.slicing import SLICE
@@ -222,15 +225,15 @@ def _masked_sums(n: NodeView) -> list[tuple[ir.Node, ir.Value]]:
     ignore_index = constant_of(n.ignore_index)
     sums: list[tuple[ir.Node, ir.Value]] = []
     for equal in traversal.users(n.labels):
-        other = constant_of(equal.inputs[1]) if equal.op_type == "Equal" else None
+        other = constant_of(equal.inputs[1]) if definition_of(equal) is EQUAL else None
         if other is None or other.size != 1 or ignore_index is None or other.item() != ignore_index.item():
             continue
         for where in traversal.users(equal.outputs[0]):
-            zero = constant_of(where.inputs[1]) if where.op_type == "Where" else None
+            zero = constant_of(where.inputs[1]) if definition_of(where) is WHERE else None
             if where.inputs[0] is equal.outputs[0] and zero is not None and not zero.any():
                 sums += [(node, where.outputs[0]) for node in traversal.users(where.outputs[0]) if _is_full_sum(node)]
     return sums
 
 
 def _is_full_sum(node: ir.Node) -> bool:
-    return node.op_type == "ReduceSum" and not sizes.dims_of(node.outputs[0])
+    return definition_of(node) is REDUCE_SUM and not sizes.dims_of(node.outputs[0])

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from onnxtrain.graph.alias import AliasSets, view_source
-from onnxtrain.graph.values import ATEN, type_of
-from onnxtrain.ops import Effects, definition_of
+from onnxtrain.graph.values import type_of
+from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Kernel
+from onnxtrain.ops.interfaces.in_place import MAY_KEEP_INPUTS
 from onnxtrain.plan.cut import Part
 
 
@@ -51,8 +52,7 @@ def in_place_inputs(
 
 def _may_be_saved(value: ir.Value) -> bool:
     """Whether a custom autograd function or an ATen op reads the value, and may save it for its own backward."""
-    readers = [node for node, _ in value.uses()]
-    return any(node.domain == ATEN or Effects.PYTHON in definition_of(node).effects for node in readers)
+    return any(node in MAY_KEEP_INPUTS for node, _ in value.uses())
 
 
 def _holds_all_elements(value: ir.Value, root: ir.Value) -> bool:
@@ -70,9 +70,7 @@ def _holds_all_elements(value: ir.Value, root: ir.Value) -> bool:
 def _is_fresh(value: ir.Value, own: set[ir.Node]) -> bool:
     """Whether a kernel of this program allocated it: outputs of custom functions and ATen ops may be aliases."""
     producer = value.producer()
-    if producer is None or producer not in own:
-        return False
-    return producer.domain != ATEN and Effects.PYTHON not in definition_of(producer).effects
+    return producer is not None and producer in own and producer not in MAY_KEEP_INPUTS
 
 
 def last_uses(part: Part) -> dict[ir.Value, int]:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.stored.containers import value_from_json, value_to_json
 from onnxtrain.graph import sizes, traversal
+from onnxtrain.ops import Effects, definition_of
 
 _FLOATS = (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS)
 _VALUE_METADATA = ("scalar", "sizes")  # keys of a value's `meta` that are stored
@@ -27,7 +28,7 @@ def to_bytes(model: ir.Model) -> tuple[bytes, Any]:
         NotStorableError: the graph holds a Python object, or the loaded file would differ from it.
     """
     for node in model.graph.all_nodes():
-        if node.op_type.startswith("PythonOp"):
+        if Effects.PYTHON in definition_of(node).effects:
             raise NotStorableError("the graph holds a Python function: a custom autograd function, or a hook")
         if "gradient" in node.meta:
             raise NotStorableError(f"the gradient of {node.name} was traced in this process")

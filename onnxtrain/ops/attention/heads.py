@@ -9,7 +9,11 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.elementwise.copies import CAST, CLONE
 from onnxtrain.ops.matmul import constant_axes
+from onnxtrain.ops.registry import input_of
+from onnxtrain.ops.reshape.dims import EXPAND
+from onnxtrain.ops.reshape.shape import RESHAPE
 
 
 def group_size(q: ir.Value, k: ir.Value) -> Size:
@@ -37,10 +41,10 @@ def strip_repeat(op: Builder, value: ir.Value) -> tuple[ir.Value, Size]:
     Models write it as Expand and Reshape, and autocast appends a Cast. Stripping the repeat before the Cast keeps the
     sum over repeated heads in backward out of the narrow type.
     """
-    source = input_of(value, "Cast") or value
-    expanded = input_of(source, "Reshape")
-    expanded = expanded and (input_of(expanded, "Clone") or expanded)
-    original = expanded and input_of(expanded, "Expand")
+    source = input_of(value, CAST) or value
+    expanded = input_of(source, RESHAPE)
+    expanded = expanded and (input_of(expanded, CLONE) or expanded)
+    original = expanded and input_of(expanded, EXPAND)
     if expanded is None or original is None or rank_of(original) != rank_of(source) + 1 or rank_of(expanded) < 4:
         return value, 1
     *batch, heads, count, rows, columns = sizes.dims_of(expanded)
@@ -49,12 +53,6 @@ def strip_repeat(op: Builder, value: ir.Value) -> tuple[ir.Value, Size]:
     if sizes.dims_of(source) != (*batch, sizes.multiply(heads, count), rows, columns):
         return value, 1
     return cast(op, op.Squeeze(original, constant_axes(op, len(batch) + 1)), dtype_of(value)), count
-
-
-def input_of(value: ir.Value, op_type: str) -> ir.Value | None:
-    """Return the first input of the node that computes `value`; None if that node is not of type `op_type`."""
-    node = value.producer()
-    return node.inputs[0] if node is not None and node.op_type == op_type else None
 
 
 def sum_over_groups(op: Builder, gradient: ir.Value, value: ir.Value) -> ir.Value:

@@ -12,7 +12,10 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import constant_of, dtype_of
 from onnxtrain.ops.elementwise.arithmetic import number_of
-from onnxtrain.ops.index.creation import filled
+from onnxtrain.ops.elementwise.selection import WHERE
+from onnxtrain.ops.index.creation import CONSTANT_OF_SHAPE, filled
+from onnxtrain.ops.registry import definition_of, view
+from onnxtrain.ops.reshape.matrices import TRILU
 
 
 def causal_mask(op: Builder, rows: Size, columns: Size, dtype: ir.DataType) -> ir.Value:
@@ -44,13 +47,14 @@ def is_causal_mask(mask: ir.Value | None) -> bool:
     node = mask.producer()
     if node is None:
         return False
-    if node.op_type == "Where":
+    n = view(node)
+    if n.definition is WHERE:
         branches = [None if v is None else number_of(v) for v in node.inputs[1:]]
         return branches == [0.0, -math.inf] and is_causal_mask(node.inputs[0])
-    if node.op_type != "Trilu" or len(node.inputs) > 1 or dtype_of(mask) != ir.DataType.BOOL:
+    if n.definition is not TRILU or len(node.inputs) > 1 or dtype_of(mask) != ir.DataType.BOOL:
         return False
-    upper, ones = node.attributes.get_int("upper", 1), node.inputs[0].producer() if node.inputs[0] else None
-    return not upper and ones is not None and ones.op_type == "ConstantOfShape" and _fill_value(ones) == 1
+    ones = n.x.producer()
+    return not n.upper and ones is not None and definition_of(ones) is CONSTANT_OF_SHAPE and _fill_value(ones) == 1
 
 
 def _fill_value(constant_of_shape: ir.Node) -> float:

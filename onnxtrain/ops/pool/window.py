@@ -28,8 +28,9 @@ from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, r
 from onnxtrain.ops.body_parts import int64_vector, mul_scalar, reshaped
 from onnxtrain.ops.constructors import define_fused
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Gradient, NodeView, numel
+from onnxtrain.ops.elementwise.arithmetic import MOD
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
-from onnxtrain.ops.registry import view
+from onnxtrain.ops.registry import definition_of, input_of, view
 from onnxtrain.ops.sliding_windows import (
     attribute_per_axis,
     covered_size,
@@ -224,7 +225,7 @@ def _onnx_max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Va
     return dx
 
 
-define_fused(
+ONNX_MAX_POOL = define_fused(
     ONNX,
     "MaxPool",
     ("x",),
@@ -272,11 +273,8 @@ def max_pool_backward(dy: Tensor, indices: Tensor, shape: Sequence[int], *argume
 
 def max_pool_of(n: NodeView) -> NodeView | None:
     """The MaxPool whose indices this MaxPoolGrad reads, directly or, for ONNX's MaxPool, through Mod; else None."""
-    producer = n.indices.producer()
-    if producer is not None and producer.op_type == "Mod" and producer.inputs[0] is not None:
-        producer = producer.inputs[0].producer()
-    is_pool = producer is not None and producer.op_type == "MaxPool" and producer.domain in (ONNX, OWN)
-    return view(producer) if is_pool else None
+    producer = (input_of(n.indices, MOD) or n.indices).producer()
+    return view(producer) if producer is not None and definition_of(producer) in (MAX_POOL, ONNX_MAX_POOL) else None
 
 
 MAX_POOL_GRAD = define_fused(

@@ -39,6 +39,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.in_place import MAY_KEEP_INPUTS
 from onnxtrain.ops.interfaces.recompute import OBJECT_OUTPUTS, REPEATABLE
 from onnxtrain.ops.python_function.call import MissingGradients, PythonCall
 from onnxtrain.ops.python_function.template import Slot, parts, slots
@@ -263,7 +264,7 @@ def _lower_gradient(n: NodeView, context: Any, cotangents: tuple[Any, ...]) -> C
     return Call(call_of(n.node).backward, n.node.meta["missing_gradients"], wanted, free, context, cotangents)
 
 
-define(
+PYTHON_OP_GRAD = define(
     OpDef(
         domain=MICROSOFT,
         name="PythonOpGrad",
@@ -288,3 +289,4 @@ define(
         count_outputs=lambda inputs, attributes: sum(attributes["output_tensor_requires_grads"]),
     )
 )
+MAY_KEEP_INPUTS.add(PYTHON_OP, PYTHON_OP_GRAD)
