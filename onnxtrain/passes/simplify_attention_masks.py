@@ -22,8 +22,9 @@ from onnxtrain.ops.attention.masks import causal_mask, causal_visibility, is_cau
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.elementwise.selection import WHERE
+from onnxtrain.ops.interfaces.element_formulas import Affine, Conditions
 from onnxtrain.passes.changes import Changes, counted
-from onnxtrain.passes.element_formulas import Affine, Conditions, Formulas
+from onnxtrain.passes.element_formulas import Formulas
 from onnxtrain.passes.rewriting import nodes_before
 
 

@@ -15,7 +15,8 @@ from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
-from onnxtrain.passes.element_formulas import Affine, Conditions, Formulas
+from onnxtrain.ops.interfaces.element_formulas import Affine, Conditions
+from onnxtrain.passes.element_formulas import Formulas
 from tests.zoo.checks import compared
 from tests.zoo.entry import Call, Draw, ZooModel, ragged_mask
 

@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
+from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Formula, FormulaOf, affine_operands
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.registry import define
 
@@ -161,6 +162,18 @@ DIV = define_binary(
     host_eval=operator.floordiv,  # sizes are never negative
 )
 CPP.register(DIV, Elementwise("{0} / {1}"))
+
+
+@ELEMENT_FORMULAS.implements(ADD)
+def _sum_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    terms = affine_operands(n, of)
+    return None if terms is None else terms[0] + terms[1]
+
+
+@ELEMENT_FORMULAS.implements(SUB)
+def _difference_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    terms = affine_operands(n, of)
+    return None if terms is None else terms[0] - terms[1]
 
 
 # Rounded division and remainders

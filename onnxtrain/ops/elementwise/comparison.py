@@ -18,6 +18,14 @@ from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects
 from onnxtrain.ops.dtypes import comparison_dtype
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
+from onnxtrain.ops.interfaces.element_formulas import (
+    ELEMENT_FORMULAS,
+    Affine,
+    Conditions,
+    Formula,
+    FormulaOf,
+    affine_operands,
+)
 from onnxtrain.ops.registry import define
 
 
@@ -77,6 +85,30 @@ LESS = _define_comparison("Less", ("lt", "less"), operator.lt, "<")
 LESS_OR_EQUAL = _define_comparison("LessOrEqual", ("le", "less_equal"), operator.le, "<=")
 GREATER = _define_comparison("Greater", ("gt", "greater"), operator.gt, ">")
 GREATER_OR_EQUAL = _define_comparison("GreaterOrEqual", ("ge", "greater_equal"), operator.ge, ">=")
+
+
+def _comparison_formula(op: OpDef, terms: Callable[[Affine], Sequence[Affine] | None]) -> None:
+    """Register a comparison: `terms` maps a - b to formulas that are not positive where it holds; None: not known."""
+
+    @ELEMENT_FORMULAS.implements(op)
+    def compared(n: NodeView, of: FormulaOf) -> Formula | None:
+        pair = affine_operands(n, of)
+        conditions = None if pair is None else terms(pair[0] - pair[1])
+        return None if conditions is None else Conditions(frozenset(conditions))
+
+
+def _equality(difference: Affine, equal: bool) -> Sequence[Affine] | None:
+    if not difference.is_constant:
+        return None
+    return [] if (difference.constant == 0) == equal else [Affine(1, (0,) * len(difference.coefficients))]
+
+
+_comparison_formula(LESS_OR_EQUAL, lambda d: [d])
+_comparison_formula(LESS, lambda d: [d.shifted(1)])
+_comparison_formula(GREATER_OR_EQUAL, lambda d: [-d])
+_comparison_formula(GREATER, lambda d: [(-d).shifted(1)])
+_comparison_formula(EQUAL, lambda d: _equality(d, True))
+_comparison_formula(NOT_EQUAL, lambda d: _equality(d, False))
 
 
 # Predicates of one tensor

@@ -17,7 +17,7 @@ import torch
 
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float
+from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float, rank_of
 from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.constructors import elementwise_flops, same_as
 from onnxtrain.ops.definition import (
@@ -36,6 +36,7 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.interfaces.cpp import CPP, Array, Elementwise, Source, UnsupportedError
+from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Affine, Formula, FormulaOf
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.registry import define, definition_of
 
@@ -122,6 +123,16 @@ def _cast_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Array
     if n.to != ir.DataType.BOOL and is_float(inputs[0].dtype) and not is_float(ir.DataType(n.to)):
         raise UnsupportedError("a cast from floating point to integer")
     return Elementwise("{0} != 0" if n.to == ir.DataType.BOOL else "{0}")(source, n, inputs)
+
+
+@ELEMENT_FORMULAS.implements(CAST)
+def _cast_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    formula = None if is_float(ir.DataType(n.to)) else of(n.x)
+    if isinstance(formula, Affine):
+        return formula if n.to == ir.DataType.INT64 else None
+    if formula is None or n.to == ir.DataType.BOOL:
+        return formula
+    return Affine(int(formula.is_true), (0,) * rank_of(n.y)) if formula.is_true or formula.is_false else None
 
 
 # Identity, Clone, Detach
@@ -224,6 +235,7 @@ IDENTITY = _define_copy(
     aliases={0: 0},
 )
 CPP.register(IDENTITY, lambda source, n, inputs: inputs)
+ELEMENT_FORMULAS.register(IDENTITY, lambda n, of: of(n.x))
 CLONE = _define_copy(
     "Clone",
     OWN,

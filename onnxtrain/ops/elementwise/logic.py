@@ -13,11 +13,13 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph.builder import Builder
+from onnxtrain.graph.values import rank_of
 from onnxtrain.ops.body_parts import as_value, cast
 from onnxtrain.ops.constructors import define_binary, define_unary
-from onnxtrain.ops.definition import FromTorch, OpDef
+from onnxtrain.ops.definition import FromTorch, NodeView, OpDef
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
+from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Conditions, Formula, FormulaOf, operands, truth
 
 
 def _capture_logical(name: str) -> FromTorch:
@@ -68,3 +70,26 @@ XOR, BITWISE_XOR = _define_logical_and_bitwise("Xor", operator.xor, "^")
 NOT = define_unary("Not", {"aten.logical_not.default": _capture_logical("Not")}, torch.logical_not, None)
 CPP.register(NOT, Elementwise("!{0}"))
 BITWISE_NOT = define_unary("BitwiseNot", {"aten.bitwise_not.default": _capture_bitwise("Not")}, torch.bitwise_not, None)
+
+
+@ELEMENT_FORMULAS.implements(AND)
+def _and_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    a, b = operands(n, of)
+    return Conditions(a.terms | b.terms) if isinstance(a, Conditions) and isinstance(b, Conditions) else None
+
+
+@ELEMENT_FORMULAS.implements(OR)
+def _or_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    a, b = operands(n, of)
+    for x, other in ((a, b), (b, a)):
+        if isinstance(x, Conditions) and x.is_true:
+            return x
+        if isinstance(x, Conditions) and x.is_false and isinstance(other, Conditions):
+            return other
+    return None
+
+
+@ELEMENT_FORMULAS.implements(NOT)
+def _not_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    x = of(n.x)
+    return truth(x.is_false, rank_of(n.y)) if isinstance(x, Conditions) and (x.is_true or x.is_false) else None

@@ -24,6 +24,7 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast, int64_vector
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, Kernel, NodeView
 from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros, are_adjacent, aten_indices
+from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Affine, Formula, FormulaOf, affine, broadcast
 from onnxtrain.ops.reshape.dims import expanded, inverse, moved, transposed, unsqueezed
 from onnxtrain.ops.reshape.movement import axis_names, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import zeros
@@ -176,6 +177,21 @@ INDEX = define_movement(
     axes=_index_axes,
     nondiff_inputs=frozenset({"indices"}),
 )
+
+
+@ELEMENT_FORMULAS.implements(INDEX)
+def _index_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    formula = affine(of, n.x)
+    if formula is None or tuple(n.axes) != tuple(range(rank_of(n.x))):
+        return None
+    result = Affine(formula.constant, (0,) * rank_of(n.y))
+    for coefficient, index in zip(formula.coefficients, n.indices, strict=True):
+        positions = broadcast(affine(of, index), index, n.y)
+        if coefficient and (positions is None or not positions.is_never_negative):
+            return None
+        if coefficient:
+            result += Affine(coefficient * positions.constant, tuple(coefficient * c for c in positions.coefficients))
+    return result
 
 
 # IndexGrad and IndexPut

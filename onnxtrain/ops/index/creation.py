@@ -13,11 +13,12 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import TensorType, dtype_of, is_float
+from onnxtrain.graph.values import TensorType, dtype_of, is_float, rank_of
 from onnxtrain.ops.body_parts import as_value, cast
 from onnxtrain.ops.definition import DEVICE, Call, NodeView
 from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
 from onnxtrain.ops.elementwise.copies import overwritten
+from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Affine, Formula, FormulaOf, integers, truth
 from onnxtrain.ops.reshape.dims import expanded, unsqueezed
 from onnxtrain.ops.reshape.movement import define_movement
 from onnxtrain.ops.symbolic_ints import known_ints, required_ints
@@ -104,6 +105,15 @@ CONSTANT_OF_SHAPE = define_movement(
         "aten.new_ones.default": _ONES,
     },
 )
+
+
+@ELEMENT_FORMULAS.implements(CONSTANT_OF_SHAPE)
+def _fill_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    array = None if n.value is None else n.value.numpy()
+    if array is None or array.dtype.kind not in "bi":
+        return None
+    rank = rank_of(n.y)
+    return truth(bool(array.item()), rank) if array.dtype.kind == "b" else Affine(int(array.item()), (0,) * rank)
 
 
 # Range(start, limit, delta): start, start + delta, …, excluding limit
@@ -220,3 +230,9 @@ RANGE = define_movement(
         "aten.scalar_tensor.default": _capture_scalar,
     },
 )
+
+
+@ELEMENT_FORMULAS.implements(RANGE)
+def _range_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    start, delta = integers(n.start), integers(n.delta)
+    return None if start is None or delta is None else Affine(start[0], (delta[0],))

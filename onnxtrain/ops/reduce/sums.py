@@ -22,6 +22,7 @@ from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import STANDARD, Call, Effects, Gradient, Kernel, Method, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Formula, FormulaOf, affine
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
@@ -301,3 +302,9 @@ CUM_SUM = define(
         flops=lambda n: numel(n.x),
     )
 )
+
+
+@ELEMENT_FORMULAS.implements(CUM_SUM)
+def _cumsum_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    x = affine(of, n.x)
+    return x if x is not None and x.is_constant and x.constant == 0 else None

@@ -16,6 +16,7 @@ from onnxtrain.graph.values import TensorType, dtype_of, normalize_axes, normali
 from onnxtrain.ops.body_parts import int64_vector, reshaped
 from onnxtrain.ops.definition import Call, FromTorch, Method, NodeView
 from onnxtrain.ops.interfaces.cpp import CPP, Array, Source, emit_reshape, shape_of
+from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Formula, FormulaOf, broadcast, integers, mapped
 from onnxtrain.ops.reshape.movement import axis_names, constant_ints, define_movement, format_axis_map
 from onnxtrain.ops.symbolic_ints import required_ints
 
@@ -142,6 +143,9 @@ def _transpose_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[
     return [x.with_dims([x.shape[p] for p in perm_of(n)], [x.strides[p] for p in perm_of(n)])]
 
 
+ELEMENT_FORMULAS.register(TRANSPOSE, lambda n, of: mapped(of(n.x), perm_of(n)))
+
+
 # Squeeze(x, axes): drops these axes, all of size 1; without `axes` every axis of size 1.
 
 
@@ -208,6 +212,15 @@ SQUEEZE = define_movement(
 CPP.register(SQUEEZE, emit_reshape)
 
 
+@ELEMENT_FORMULAS.implements(SQUEEZE)
+def _squeeze_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    axes = integers(n.axes)
+    if axes is None:
+        return None
+    removed = {normalize_axis(a, rank_of(n.x)) for a in axes}
+    return mapped(of(n.x), [i for i in range(rank_of(n.x)) if i not in removed])
+
+
 # Unsqueeze(x, axes): adds axes of size 1 at these positions of the output.
 
 
@@ -271,6 +284,12 @@ UNSQUEEZE = define_movement(
     moved_inputs=frozenset({"x"}),
 )
 CPP.register(UNSQUEEZE, emit_reshape)
+
+
+@ELEMENT_FORMULAS.implements(UNSQUEEZE)
+def _unsqueeze_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    axes = integers(n.axes)
+    return None if axes is None else mapped(of(n.x), _insert(range(rank_of(n.x)), _added_axes(n), None))
 
 
 # Expand(x, shape): x and `shape` broadcast against each other; a 1 in `shape` keeps x's size.
@@ -356,3 +375,4 @@ EXPAND = define_movement(
     nondiff_inputs=frozenset({"shape"}),
 )
 CPP.register(EXPAND, lambda source, n, inputs: [inputs[0].broadcast(shape_of(n.y))])
+ELEMENT_FORMULAS.register(EXPAND, lambda n, of: broadcast(of(n.x), n.x, n.y))

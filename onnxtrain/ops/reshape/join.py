@@ -17,6 +17,7 @@ from onnxtrain.graph.values import TensorType, dtype_of, normalize_axis, rank_of
 from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
 from onnxtrain.ops.definition import Call, NodeView
 from onnxtrain.ops.interfaces.cpp import CPP, Array, Source, loops, shape_of
+from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Formula, FormulaOf, affine
 from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, define_movement, format_axis_map
 from onnxtrain.ops.symbolic_ints import required_ints
@@ -98,6 +99,8 @@ def _capture_column_stack(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
     return concatenated(op, [cast(op, c, op.out[0].dtype) for c in columns], 1)
 
 
+_LONGEST_PREFIX = 64  # elements of a part whose formulas are compared one by one
+
 CONCAT = define_movement(
     "Concat",
     ("xs...",),
@@ -131,6 +134,28 @@ def _concat_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Arr
         source.lines(loops([target, array], lambda e: f"{e[0]} = {e[1]};"))
         start += array.shape[axis]
     return [result]
+
+
+@ELEMENT_FORMULAS.implements(CONCAT)
+def _concat_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    """One formula for all parts: that of the last, if the parts before it are static and follow it too."""
+    formulas = [affine(of, x) for x in n.xs]
+    axis = axis_of(n, n.y)
+    lengths = [sizes.dims_of(x)[axis] for x in n.xs]
+    last = formulas[-1]
+    if last is None or any(not isinstance(m, int) or m > _LONGEST_PREFIX for m in lengths[:-1]):
+        return None
+    offset = sum(int(m) for m in lengths[:-1])
+    if lengths[-1] == 1 and offset:
+        return None  # its normal form has lost the step
+    whole = last.shifted(-last.coefficients[axis] * offset)
+    position = 0
+    for part, length in zip(formulas[:-1], lengths[:-1], strict=True):
+        for i in range(int(length)):
+            if part is None or part.at(axis, i) != whole.at(axis, position + i):
+                return None
+        position += int(length)
+    return whole
 
 
 # Split(x, split?, axis, num_outputs?): pieces of lengths `split`, or `num_outputs` of one length; the last is the rest.

@@ -27,6 +27,7 @@ from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast, int64_vector
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView
+from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Formula, FormulaOf, affine, integers
 from onnxtrain.ops.reshape.dims import expanded, squeezed, swapped, unsqueezed
 from onnxtrain.ops.reshape.movement import axis_names, checked_axis, constant_ints, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import arange, scatter_rows, zeros
@@ -213,6 +214,19 @@ SLICE = define_movement(
     nondiff_inputs=frozenset({"starts", "ends", "axes", "steps"}),
     moved_inputs=frozenset({"x"}),
 )
+
+
+@ELEMENT_FORMULAS.implements(SLICE)
+def _slice_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+    formula, starts, axes = affine(of, n.x), integers(n.starts), integers(n.axes)
+    has_steps = n.steps is not None and set(integers(n.steps) or ()) != {1}
+    if formula is None or starts is None or axes is None or min(starts) < 0 or has_steps:
+        return None
+    lengths = [sizes.dims_of(n.x)[axis] for axis in axes]
+    if any(isinstance(length, int) and start > length for start, length in zip(starts, lengths, strict=True)):
+        return None  # it is clamped
+    shift = sum(start * formula.coefficients[axis] for start, axis in zip(starts, axes, strict=True))
+    return formula.shifted(shift)
 
 
 class RowRange(NamedTuple):
