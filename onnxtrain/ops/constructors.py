@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 import onnx_ir as ir
 
@@ -201,12 +201,6 @@ def elementwise_on_host(function: Callable[[Any, Any], Any], a: Any, b: Any) -> 
 # Ops with a body and kernels
 
 
-class OptionalFields(TypedDict, total=False):
-    """Fields of `OpDef` that `define_fused` passes on unchanged."""
-
-    count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int]
-
-
 def no_seconds(node: NodeView, shapes: Shapes, machine: Machine) -> float:
     return 0.0
 
@@ -234,7 +228,7 @@ def define_fused(
     workspace_bytes: Callable[[NodeView], Size] = lambda node: 0,
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
-    **optional_fields: Unpack[OptionalFields],
+    count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
 ) -> OpDef:
     """Define an op by its body and kernels: `kernels`, then that of `lower` and its alternatives `others`."""
     kernel = Kernel(
@@ -261,7 +255,7 @@ def define_fused(
             effects=Effects.NONE,
             aliases={},
             flops=flops,
-            **optional_fields,
+            count_outputs=count_outputs,
             nondiff_outputs=frozenset(
                 name.rstrip("?") for name in outputs[1:]
             ),  # saved for backward; see first_cotangent

@@ -22,6 +22,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType
+from onnxtrain.native import Library
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.system.machine import Machine
 
@@ -248,9 +249,8 @@ class Kernel:
             take tensors only. Else "".
         seconds: for a kernel with a name, the expected time, from the node, the shapes of its inputs and the machine;
             infinite if it should not even be tried.
-        is_ready: whether it can run yet; None if it never will, as without a compiler. Until then its call computes
-            the same by other code, whose time says nothing about the kernel's.
-        prepare: starts what makes it ready, such as a compilation.
+        library: for a kernel with a name, the compiled library that it calls, if any. Until that is loaded the call
+            computes the same by other code, whose time says nothing about the kernel's.
     """
 
     lower: Callable[..., Call]
@@ -264,8 +264,7 @@ class Kernel:
     in_place_input: int | None = None
     name: str = ""
     seconds: Callable[[NodeView, Shapes, Machine], float] = lambda node, shapes, machine: 0.0
-    is_ready: Callable[[], bool | None] = lambda: True
-    prepare: Callable[[], None] = lambda: None
+    library: Library | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

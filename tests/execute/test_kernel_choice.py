@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from onnxtrain.execute.kernel_choice.neighbours import worse_nearby
 from onnxtrain.execute.kernel_choice.stored import file_of, load, save
 from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Samples, rounded
 from onnxtrain.frontend.ort_module import engine_of
+from onnxtrain.native import Library
 from onnxtrain.ops.definition import Call, Kernel
 from onnxtrain.ops.matmul import compiled_gemm
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -87,23 +89,23 @@ def test_the_first_call_of_a_candidate_is_not_counted() -> None:
 
 
 def test_a_candidate_is_compiled_after_the_others_are_measured() -> None:
-    there: list[bool | None] = [False]
-    prepared: list[str] = []
+    library = create_autospec(Library, instance=True)
+    library.is_ready.return_value = False
     lower = Kernel(lower=lambda n: Call(max))
-    comes = replace(lower, is_ready=lambda: there[0], prepare=lambda: prepared.append("asked"))
+    comes = replace(lower, library=library)
     answer = Answer("")
     case = trial._Case({"aten": lower, "compiled": comes}, answer, 1.0)
     for _ in range(SAMPLES + 1):
         assert case.ready() == ("aten",)
-        assert not prepared
+        library.request.assert_not_called()
         answer.add("aten", 1e-3)
         answer.settle(tuple(case.candidates))
     assert case.ready() == ("aten",)
-    assert prepared
+    library.request.assert_called()
     assert case.choice is None
-    there[0] = True
+    library.is_ready.return_value = True
     assert case.ready() == ("aten", "compiled")
-    there[0] = None  # its compile failed
+    library.is_ready.return_value = None  # its compile failed
     assert case.ready() == ("aten",)
     answer.settle(tuple(case.candidates))
     assert case.choice is lower

@@ -49,12 +49,15 @@ class _Case:
         The others start to compile when these have been measured: a compiler takes processor time, and if sizes change
         with every step nothing is ever settled. Candidates that cannot be compiled are dropped.
         """
-        is_ready = {name: kernel.is_ready() for name, kernel in self.candidates.items()}
+        libraries = {name: kernel.library for name, kernel in self.candidates.items()}
+        is_ready = {name: library is None or library.is_ready() for name, library in libraries.items()}
         self.candidates = {name: kernel for name, kernel in self.candidates.items() if is_ready[name] is not None}
         ready = tuple(name for name in self.candidates if is_ready[name])
         if self.answer is not None and len(ready) < len(self.candidates) and all(map(self.answer.is_done, ready)):
             for name in self.candidates.keys() - ready:
-                self.candidates[name].prepare()
+                library = libraries[name]
+                assert library is not None, "a kernel without a library is ready"
+                library.request()
         return ready
 
 

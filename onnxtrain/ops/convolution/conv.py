@@ -532,8 +532,7 @@ CONV_GRAD = define_fused(
             # Expected to be slower, so that it runs only after it was measured: it becomes ready during a run.
             seconds=lambda n, shapes, machine: 1.05 * n.definition.kernels[0].seconds(n, shapes, machine),
             applies=_can_compile,
-            is_ready=LIBRARY.is_ready,
-            prepare=LIBRARY.request,
+            library=LIBRARY,
         ),
     ),
     seconds=_seconds(lambda n, shapes: math.prod(shapes[0][2:])),

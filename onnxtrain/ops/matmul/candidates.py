@@ -248,8 +248,7 @@ def _compiled(operands_of: OperandsOf, dims: DimsOf) -> Kernel:
         name="compiled",
         seconds=seconds,
         applies=applies,
-        is_ready=compiled_gemm.LIBRARY.is_ready,
-        prepare=compiled_gemm.LIBRARY.request,
+        library=compiled_gemm.LIBRARY,
     )
 
 
