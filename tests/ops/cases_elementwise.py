@@ -186,6 +186,7 @@ COMPARISON = [
     unary_case("IsInf", torch.isposinf, attributes={"detect_negative": 0}, label="positive"),
     unary_case("IsInf", torch.isneginf, attributes={"detect_positive": 0}, label="negative"),
     unary_case("IsFinite", torch.isfinite, domain=MICROSOFT),
+    unary_case("SignBit", torch.signbit, domain=OWN),
 ]
 
 LOGIC = [

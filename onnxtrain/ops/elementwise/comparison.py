@@ -1,4 +1,4 @@
-"""Comparisons of two tensors, and the predicates IsNaN, IsInf and IsFinite."""
+"""Comparisons of two tensors, and the predicates IsNaN, IsInf, IsFinite and SignBit."""
 
 from __future__ import annotations
 
@@ -167,6 +167,12 @@ def _is_finite_body(op: Builder, n: NodeView) -> ir.Value:
     return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))  # type: ignore[no-any-return]
 
 
+def _sign_bit_body(op: Builder, n: NodeView) -> ir.Value:
+    zero = op.scalar(0.0, like=n.x)
+    is_negative_zero = op.And(op.Equal(n.x, zero), op.Less(op.Reciprocal(n.x), zero))
+    return op.Or(op.Less(n.x, zero), is_negative_zero)  # type: ignore[no-any-return]
+
+
 IS_NAN = _define_predicate("IsNaN", "aten.isnan.default", torch.isnan)
 CPP.register(IS_NAN, Elementwise("{0} != {0}"))
 IS_INF = _define_predicate(
@@ -183,3 +189,4 @@ IS_INF = _define_predicate(
 IS_FINITE = _define_predicate(
     "IsFinite", "aten.isfinite.default", torch.isfinite, domain=MICROSOFT, body=_is_finite_body
 )
+SIGN_BIT = _define_predicate("SignBit", "aten.signbit.default", torch.signbit, domain=OWN, body=_sign_bit_body)
