@@ -1,8 +1,8 @@
-"""The definition of an op: all facts about it, in one place.
+"""The definition of an op: its meaning, in one place.
 
-Passes, the differentiator and the executor read definitions; none of them holds a list of op names. The basic fields
-are required: a missing one is an error where the op is defined, not where it is used. `constructors.py` fills them for
-whole classes of ops.
+Passes, the differentiator and the executor read definitions; none of them holds a list of op names. What one of them
+alone needs to know is registered beside the definition (`interfaces/`). The basic fields are required: a missing one is
+an error where the op is defined, not where it is used. `constructors.py` fills them for whole classes of ops.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpDef:
-    """All facts about one op. See the module docstring; `docs/development/adding-an-op.md` walks through one.
+    """The meaning of one op. See the module docstring; `docs/development/adding-an-op.md` walks through one.
 
     Attributes:
         domain, name: identify the op in the graph.
