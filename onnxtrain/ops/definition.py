@@ -330,6 +330,11 @@ class OpDef:
                 got=f"{', '.join(sorted(duplicates))} twice",
             )
 
+    @property
+    def is_transparent(self) -> bool:
+        """Whether a pattern may look through the op: it preserves elements, and their gradient, as Detach does not."""
+        return self.preserves_elements and self.gradient is not NOT_DIFFERENTIABLE
+
     def view(self, node: ir.Node, wanted: Iterable[str] | None = None) -> NodeView:
         return NodeView(node, self, None if wanted is None else frozenset(wanted))
 

@@ -16,12 +16,11 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.graph import sizes
-from onnxtrain.graph.values import constant_of, dtype_of, is_float, rank_of
+from onnxtrain.graph.values import constant_of, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops import Effects, definition_of, view
 from onnxtrain.ops.attention.flash import FLASH_ATTENTION
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.elementwise.arithmetic import ADD, number_of
-from onnxtrain.ops.elementwise.copies import CLONE, IDENTITY
 from onnxtrain.ops.elementwise.selection import WHERE
 from onnxtrain.passes.rowwise import NotRowwise
 
@@ -88,9 +87,11 @@ def split_mask(node: ir.Node) -> MaskAndTable:
 def _split_combination(value: ir.Value) -> MaskAndTable | None:
     """Split an Add or Where of a table and a mask; None for any other value."""
     node = value.producer()
-    while node is not None and definition_of(node) in (CLONE, IDENTITY) and node.inputs[0] is not None:
-        value = node.inputs[0]
-        node = value.producer()
+    while node is not None and definition_of(node).is_transparent:
+        source = node.inputs[0]
+        if source is None or type_of(source) != type_of(value):
+            break
+        value, node = source, source.producer()
     if node is None:
         return None
     n = view(node)

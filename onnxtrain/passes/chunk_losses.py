@@ -23,18 +23,15 @@ from onnxtrain.graph.values import TensorType, constant_of, dtype_of, is_float, 
 from onnxtrain.ops import builder, view
 from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.definition import NodeView
-from onnxtrain.ops.elementwise.copies import CAST, CLONE, IDENTITY
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
 from onnxtrain.ops.matmul.linear import LINEAR
 from onnxtrain.ops.matmul.matmul import MATMUL
-from onnxtrain.ops.reshape.dims import SQUEEZE, UNSQUEEZE, transposed
-from onnxtrain.ops.reshape.shape import RESHAPE
+from onnxtrain.ops.reshape.dims import transposed
 from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before, only_user, substitute
 
 FEWEST_CLASSES = 4096  # with fewer, the logits of a thousand rows take less than 16 MB
-_SAME_ROWS = (RESHAPE, SQUEEZE, UNSQUEEZE, CLONE, IDENTITY)
 _MATMULS = (LINEAR, MATMUL)
 
 
@@ -118,12 +115,10 @@ def _keeps_classes(n: NodeView) -> bool:
     x, y = n.node.inputs[0], n.node.outputs[0]
     if x is None or rank_of(x) < 2 or rank_of(y) < 2 or sizes.dims_of(x)[-1] != sizes.dims_of(y)[-1]:
         return False
-    if n.definition is CAST:
-        return is_float(dtype_of(x)) and dtype_of(y).itemsize >= dtype_of(x).itemsize
     if n.definition is SLICE:
         axes = constant_of(n.axes)
         return axes is not None and rank_of(x) - 1 not in normalize_axes(axes.tolist(), rank_of(x))
-    return n.definition in _SAME_ROWS
+    return n.definition.is_transparent and is_float(dtype_of(x)) and dtype_of(y).itemsize >= dtype_of(x).itemsize
 
 
 def _fuse(op: Builder, n: NodeView, head: _Head) -> None:

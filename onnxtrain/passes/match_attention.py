@@ -138,7 +138,7 @@ def _match_probabilities(p: ir.Value) -> tuple[ir.Node, ir.Node | None, list[ir.
             if is_used(node.outputs[1]):
                 raise NotAttention("its dropout mask has other users")
             dropout = node
-        elif not definition_of(node).preserves_elements or p is not node.inputs[0] or not _keeps_matrices(node):
+        elif not definition_of(node).is_transparent or p is not node.inputs[0] or not _keeps_matrices(node):
             break
         between.append(node)
         p = node.outputs[0]
@@ -153,7 +153,7 @@ def _reaches_matmul(p: ir.Value) -> bool:
         node, definition = use.node, definition_of(use.node)
         if definition in _MATMULS:
             return True
-        if (definition is DROPOUT or definition.preserves_elements) and _reaches_matmul(node.outputs[0]):
+        if (definition is DROPOUT or definition.is_transparent) and _reaches_matmul(node.outputs[0]):
             return True
     return False
 
@@ -325,7 +325,7 @@ def _leads_to_scores(value: ir.Value) -> bool:
 
 def _step_back(node: ir.Node, walk: _Walk) -> ir.Value:
     """Record `node` in the walk and return the scores that it reads."""
-    if definition_of(node).preserves_elements:
+    if definition_of(node).is_transparent:
         before = _first_input(node)
         narrows = is_float(dtype_of(before)) and dtype_of(before).itemsize > dtype_of(node.outputs[0]).itemsize
         if not _keeps_matrices(node):
@@ -414,7 +414,7 @@ def _distance_to_matmul(value: ir.Value, limit: int = 12) -> int | None:
     if _is_matmul_result(value):
         return 0
     definition = definition_of(node)
-    if definition not in _BETWEEN and not definition.preserves_elements:
+    if definition not in _BETWEEN and not definition.is_transparent:
         return None
     distances = [_distance_to_matmul(v, limit - 1) for v in node.inputs if v is not None and is_float(dtype_of(v))]
     return min((1 + d for d in distances if d is not None), default=None)

@@ -61,7 +61,7 @@ class Either:
 
 @dataclass(frozen=True)
 class Cast:
-    """A pattern, or a chain of shape-preserving ops after it: casts between floating-point types, copies."""
+    """A pattern, or a chain of transparent ops of its shape after it: casts between floating-point types, copies."""
 
     of: Pattern
 
@@ -139,7 +139,7 @@ def _match_number(pattern: Num, value: ir.Value, partial: Match) -> Iterator[Mat
 
 def _match_cast(pattern: Cast, value: ir.Value, partial: Match) -> Iterator[Match]:
     node = value.producer()
-    if node is None or not definition_of(node).preserves_elements or not is_float(dtype_of(value)):
+    if node is None or not definition_of(node).is_transparent or not is_float(dtype_of(value)):
         return
     source = node.inputs[0]
     if source is not None and is_float(dtype_of(source)) and sizes.dims_of(source) == sizes.dims_of(value):

@@ -87,7 +87,7 @@ def _find_shift(n: NodeView) -> NodeView | None:
             return at if _is_slice_of_steps(at, logits) else None
         source = producer.inputs[0]
         widens = source is not None and dtype_of(source).itemsize <= dtype_of(value).itemsize
-        if not at.definition.preserves_elements or not widens:
+        if not at.definition.is_transparent or not widens:
             return None
         value, user = source, producer
     return None

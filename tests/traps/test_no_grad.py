@@ -96,6 +96,17 @@ def _view_out_of_a_region(net: Net, hidden: torch.Tensor) -> torch.Tensor:
     return hidden[:, :3] * left - right + table[:, 1:4]
 
 
+def _detached_attention(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    probabilities = torch.softmax(net.last(hidden) @ hidden.mT, -1)
+    return probabilities.detach() @ hidden
+
+
+def _detached_norm(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    hidden = net.last(hidden)
+    normal = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return net.last.bias * normal.detach()
+
+
 def _probabilities(net: Net, hidden: torch.Tensor) -> torch.Tensor:
     weights = hidden.detach().softmax(-1)
     weights[weights < 0.2] = 0
@@ -105,7 +116,7 @@ def _probabilities(net: Net, hidden: torch.Tensor) -> torch.Tensor:
 
 CAPTURED = [
     *(_no_grad_in_autocast, _autocast_in_no_grad_and_no_grad_in_that, _written_rows, _several_at_once, _buffer),
-    *(_result_of_a_region, _view_out_of_a_region, _probabilities),
+    *(_result_of_a_region, _view_out_of_a_region, _detached_attention, _detached_norm, _probabilities),
 ]
 
 
