@@ -148,13 +148,6 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     *((aten.nll_loss_forward.default, (ROWS, LABEL, w, r, -100), {}) for w in (None, ROW) for r in (0, 1, 2)),
     (aten.nll_loss_forward.default, (ROWS[0], LABEL[0], None, 1, -100), {}),
     (aten.nll_loss_forward.default, (ROWS.bfloat16(), LABEL, None, 1, -100), {}),
-    *((aten.embedding.default, (w, i), {}) for w in (ROWS, ROWS.t(), ROW) for i in (
-        LABEL, INTS, SCALAR.long(), SHORT,
-    )),
-    (aten.embedding.default, (ROWS, LABEL, 2, False, True), {}),
-    *((aten.embedding.default, (w, i), {}) for w in (ROWS, WIDE[0]) for i in (
-        LABEL[:1].expand(5), LABEL[::2], INTS[:1].expand(3, 4, 5), INTS.transpose(0, 1), INTS[..., :1],
-    )),
     *((aten.addmm.default, (b, x, y), {}) for b in (ROW, ROWS, SCALAR) for x in (ROWS, ROWS.t()) for y in (
         SQUARE, SQUARE.t(), ROWS,
     )),
@@ -183,20 +176,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (None, None),
     )),
     *((torch.ops.prim.device.default, (x,), {}) for x in (X, INTS)),
-    *((aten.copy_.default, (x, y), {}) for x in (X, SLICED, TRANSPOSED, INTS, EMPTY) for y in (
-        X, ONE, INTS, TRANSPOSED, SCALAR, ROWS,
-    )),
     *((aten._to_copy.default, (INTS,), {"dtype": torch.bool, "device": torch.device(d)}) for d in ("cpu", "meta")),
-    *((op, (x, *v), {"dtype": d}) for op, v in (
-        (aten.zeros_like.default, ()), (aten.ones_like.default, ()), (aten.full_like.default, (0.5,)),
-    ) for x in (X, TRANSPOSED, EMPTY, INTS, CHANNELS_LAST) for d in (None, torch.int32)),
-    (aten.full_like.default, (X, 1), {"device": torch.device("meta")}),
-    *((aten.masked_fill.Scalar, (x, m, v), {}) for x in (X, INTS, BOOL) for m in (
-        BOOL, BOOL[:, :1], TRANSPOSED.bool(),
-    ) for v in (0, 0.5, True)),
-    *((aten.masked_fill.Scalar, (x, BOOL, 0), {}) for x in (ONE, ROW)),
-    *((aten.scalar_tensor.default, (v,), {"dtype": d, "device": torch.device("cpu"), "layout": layout})
-      for v in (0.5, 2, True) for d in (torch.float32, torch.bool, None) for layout in (torch.strided, None)),
     *((aten.index.Tensor, (x, i), {}) for x in (INTS[0], INTS[0].t(), BOOL[0, :1].expand(4, 5)) for i in (
         [LABEL, LABEL], [LABEL[:, None], LABEL[None, :3]], [LABEL], [LABEL, None], [None, LABEL], [LABEL, SHORT[0, 0]],
         [LABEL, LABEL[:3]], [BOOL[0]], [LABEL.view(5, 1, 1).expand(5, 2, 3), LABEL[:3]],
@@ -249,7 +229,7 @@ OPERATORS = tuple(dict.fromkeys(operator for operator, _, _ in CALLS))
 # Operators that share their meta function with another one: tested with symbolic sizes only in the slow tests.
 SHARED = (
     aten._unsafe_view.default, aten.abs.default, aten.bitwise_or.Tensor, aten.eq.Tensor, aten.minimum.default,
-    aten.mul.Tensor, aten.ne.Scalar, aten.ones_like.default, aten.sub.Tensor, aten.zeros_like.default,
+    aten.mul.Tensor, aten.ne.Scalar, aten.sub.Tensor,
 )  # fmt: skip
 OPERATORS_AND_SIZES = [
     pytest.param(operator, symbolic, id=f"{operator}-{symbolic}", marks=[pytest.mark.slow] if is_slow else [])
@@ -435,12 +415,11 @@ def test_meta_functions_compute_frequent_calls() -> None:
             (torch.ops.prim.device.default,),
         ):
             assert META_FUNCTIONS[operator](fakes, x, *rest) is not None
-        rows, labels = _fake(mode, ROWS), _fake(mode, LABEL)
+        rows = _fake(mode, ROWS)
         assert META_FUNCTIONS[aten.cat.default](fakes, [x, x], 1) is not None
         with mode:
             transposed = rows.t()
         assert META_FUNCTIONS[aten.addmm.default](fakes, fakes.like(rows, rows.shape[:1]), rows, transposed) is not None
-        assert META_FUNCTIONS[aten.embedding.default](fakes, rows, labels) is not None
         row_labels = fakes.like(rows, rows.shape[:1], torch.int64)
         assert META_FUNCTIONS[aten.nll_loss_forward.default](fakes, rows, row_labels, None, 1, -100) is not None
 
