@@ -14,7 +14,7 @@ class OptimizerConfig:
     Args:
         name: the op type of the optimizer.
         params: parameter groups: dicts of "params" (a list of names) and hyperparameters that differ from the defaults.
-        defaults: all hyperparameters.
+        defaults: all hyperparameters, which become attributes.
 
     Raises:
         ValueError: `lr` is negative or no number; a group lacks "params", or sets "lr" or an unknown hyperparameter.
@@ -36,6 +36,7 @@ class OptimizerConfig:
             if unknown := sorted(group.keys() - defaults.keys() - {"params"}):
                 names = ", ".join(sorted(defaults.keys() - {"lr"}))
                 raise ValueError(f"{name}: a group sets {', '.join(unknown)}; expected hyperparameters among {names}.")
+        vars(self).update(defaults)
         self.name = name
         self.lr = float(lr)
         self.defaults = defaults
@@ -83,13 +84,6 @@ class AdamConfig(OptimizerConfig):
             "weight_decay_mode": weight_decay_mode,
         }
         super().__init__("AdamOptimizer", params, defaults)
-        self.alpha = alpha
-        self.beta = beta
-        self.lambda_coef = lambda_coef
-        self.epsilon = epsilon
-        self.max_norm_clip = max_norm_clip
-        self.do_bias_correction = do_bias_correction
-        self.weight_decay_mode = weight_decay_mode
 
 
 class LambConfig(OptimizerConfig):
@@ -120,11 +114,3 @@ class LambConfig(OptimizerConfig):
             "do_bias_correction": do_bias_correction,
         }
         super().__init__("LambOptimizer", params, defaults)
-        self.alpha = alpha
-        self.beta = beta
-        self.lambda_coef = lambda_coef
-        self.ratio_min = ratio_min
-        self.ratio_max = ratio_max
-        self.epsilon = epsilon
-        self.max_norm_clip = max_norm_clip
-        self.do_bias_correction = do_bias_correction

@@ -184,9 +184,6 @@ TENSOR_METADATA = PatchPoint(
     _LONGER,
     "result",
 )
-WRAP_INT = PatchPoint(
-    "torch.fx.experimental.sym_node:SymNode.wrap_int", "one node for each integer", _LONGER, "self num"
-)
 SIZE_ARITHMETIC = {
     name: PatchPoint(
         f"torch.fx.experimental.sym_node:SymNode._{name}", "each result is computed once", _LONGER, "self other"
@@ -195,14 +192,6 @@ SIZE_ARITHMETIC = {
         "add", "sub", "mul", "mod", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min",
     )
 }  # fmt: skip
-UNBACKED_BINDINGS = PatchPoint(
-    "torch.export._trace:_replace_unbacked_bindings",
-    "it searches all results for data-dependent sizes, even if the graph has none",
-    _LONGER,
-    "gm",
-)
-EXPORT_PYTREE = PatchPoint("torch.export._trace:pytree", "it shortens the module names node by node", _LONGER)
-RECOMPILE = PatchPoint("torch.fx:GraphModule.recompile", "the graph is read, but not its source", _LONGER, "self")
 
 # Calls whose effect a graph would not repeat
 

@@ -41,10 +41,9 @@ PythonPrinter: Any = required(
 )
 
 
-def _find_kinds() -> tuple[Any, Any, Any]:
+def _find_kinds() -> tuple[Any, Any]:
     symbol = importlib.import_module("torch.utils._sympy.symbol")
-    kinds = symbol.SymT
-    return symbol.symbol_is_type, kinds.UNBACKED_INT, (kinds.UNBACKED_INT, kinds.UNBACKED_FLOAT)
+    return symbol.symbol_is_type, symbol.SymT.UNBACKED_INT
 
 
 _KINDS = required(
@@ -52,18 +51,13 @@ _KINDS = required(
     _find_kinds,
     "tells symbols whose values depend on tensor elements (nonzero) from those of dimensions; no public function does",
     check=lambda part: part[0](sympy.Symbol("u0"), part[1]) and not part[0](sympy.Symbol("s0"), part[1]),
-    fallback=(lambda symbol, kind: False, None, None),
+    fallback=(lambda symbol, kind: False, None),
 )
 
 
 def is_data_dependent(symbol: sympy.Symbol) -> bool:
     """Whether a symbol stands for a size that depends on tensor elements, as that of `x.nonzero()` does."""
     return bool(_KINDS[0](symbol, _KINDS[1]))
-
-
-def has_data_dependent_symbols(env: ShapeEnv) -> bool:
-    """Whether a shape environment has a symbolic int or float that depends on tensor elements."""
-    return any(_KINDS[0](symbol, _KINDS[2]) for symbol in env.var_to_range)
 
 
 def _find_bounds() -> tuple[Any, Any]:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from onnxtrain.torch_compat.internal import Internal, accepts, can_be_entered
-from onnxtrain.torch_compat.symbols import has_data_dependent_symbols
+from onnxtrain.torch_compat.internal import Internal, can_be_entered
 
 # Configuration
 
@@ -100,26 +99,3 @@ metadata_without_contiguity: Callable[..., Any] | None = Internal[Any](
     cost="a capture takes longer",
     check=lambda part: part(torch.empty(2)).memory_format is None,
 ).get()
-
-
-def _find_shape_env() -> Callable[[GraphModule], Any]:
-    shape_env: Callable[[GraphModule], Any] = importlib.import_module("torch._export.utils")._get_shape_env_from_gm
-    return shape_env
-
-
-_shape_env_of = Internal[Callable[[GraphModule], Any] | None](
-    "shape_env_of_module",
-    _find_shape_env,
-    why="tells whether a graph has data-dependent sizes; if not, the search for them is skipped",
-    fallback=None,
-    cost="a capture takes longer",
-    check=lambda part: accepts(part, "gm"),
-).get()
-
-
-def has_data_dependent_sizes(module: GraphModule) -> bool:
-    """Whether a traced graph may have sizes that depend on tensor elements."""
-    if _shape_env_of is None:
-        return True
-    env = _shape_env_of(module)
-    return env is None or has_data_dependent_symbols(env)

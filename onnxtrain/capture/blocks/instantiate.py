@@ -18,7 +18,6 @@ from torch.fx.node import map_arg
 from onnxtrain.capture.blocks.repeated_blocks import BLOCK_CALL, TEMPLATE, Copy
 from onnxtrain.capture.export.checkpoint_regions import in_new_regions
 from onnxtrain.capture.node_storage import set_storages
-from onnxtrain.torch_compat.patch_points import RECOMPILE
 
 
 def instantiate(program: ExportedProgram, copies: Sequence[Copy]) -> bool:
@@ -35,8 +34,7 @@ def instantiate(program: ExportedProgram, copies: Sequence[Copy]) -> bool:
     rewrite = _Rewrite(module.graph, copies)
     if len(rewrite.copied) != len(copies):
         return False
-    with RECOMPILE.replaced_in_thread(lambda module: None):  # only the graph is read
-        module.graph = rewrite.graph
+    module.graph = rewrite.graph
     for spec in program.graph_signature.output_specs:
         if isinstance(spec.arg, TensorArgument):
             spec.arg = TensorArgument(name=rewrite.names[spec.arg.name])

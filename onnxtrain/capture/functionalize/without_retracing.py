@@ -36,7 +36,6 @@ from onnxtrain.ops.aten_node import autocast_state
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.modes import is_transformed
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
-from onnxtrain.torch_compat.patch_points import RECOMPILE
 
 aten = torch.ops.aten
 
@@ -65,8 +64,7 @@ def make_convertible(program: ExportedProgram) -> bool:
             rewrite = _Rewrite(before, buffers)
     except (_NeedsRetracingError, CaptureError):
         return False
-    with RECOMPILE.replaced_in_thread(lambda module: None):  # only the graph is read
-        module.graph = rewrite.graph
+    module.graph = rewrite.graph
     if is_convertible(program, with_casts=True):
         program.graph_signature.output_specs[:0] = rewrite.mutations
         return True
