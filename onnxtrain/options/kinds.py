@@ -138,28 +138,20 @@ def one_of_or(default: str, *others: str) -> Kind[str]:
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def opposite(text: str) -> str:
-    """Negate a boolean; any other text is returned unchanged."""
-    word = text.strip().lower()
-    return str(not _TRUTH[word]) if word in _TRUTH else text
+def _translated(if_true: str, if_false: str) -> Callable[[str], str]:
+    """Make a function that translates a boolean, and returns any other text unchanged."""
+
+    def translate(text: str) -> str:
+        word = text.strip().lower()
+        return (if_true if _TRUTH[word] else if_false) if word in _TRUTH else text
+
+    return translate
 
 
-def auto_or_never(text: str) -> str:
-    """'auto' for true, 'never' for false; any other text is returned unchanged."""
-    word = text.strip().lower()
-    return ("never", "auto")[_TRUTH[word]] if word in _TRUTH else text
-
-
-def on_or_off(text: str) -> str:
-    """'on' for true, 'off' for false; any other text is returned unchanged."""
-    word = text.strip().lower()
-    return ("off", "on")[_TRUTH[word]] if word in _TRUTH else text
-
-
-def triton_folder(text: str) -> str:
-    """The dump folder of ONNX Runtime Training for true, "" for false; any other text is returned unchanged."""
-    word = text.strip().lower()
-    return ("", "triton_debug")[_TRUTH[word]] if word in _TRUTH else text
+opposite = _translated("False", "True")
+auto_or_never = _translated("auto", "never")
+on_or_off = _translated("on", "off")
+triton_folder = _translated("triton_debug", "")  # the folder of ONNX Runtime Training
 
 
 def _read_bool(value: object) -> bool:
