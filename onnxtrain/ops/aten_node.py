@@ -267,7 +267,7 @@ class AtenCall:
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() if a else t for t, a in zip(tensors, active, strict=True)]
             results = self.results(self._contiguous_where_needed(leaves), sizes)
-        differentiable = [r for r in results if _can_have_gradient(r)]
+        differentiable = [r for r in results if can_have_gradient(r)]
         active_leaves = [x for x, a in zip(leaves, active, strict=True) if a]
         return (*(r.detach() for r in results), *differentiable, *active_leaves)
 
@@ -275,7 +275,8 @@ class AtenCall:
         return [t.contiguous() if i in self._contiguous else t for i, t in enumerate(tensors)]
 
 
-def _can_have_gradient(tensor: torch.Tensor) -> bool:
+def can_have_gradient(tensor: torch.Tensor) -> bool:
+    """Whether autograd differentiates tensors of this dtype."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

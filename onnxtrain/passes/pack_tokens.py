@@ -45,8 +45,8 @@ from onnxtrain.ops.index.advanced_indexing import INDEX
 from onnxtrain.ops.index.gather import EMBEDDING, GATHER
 from onnxtrain.ops.index.unpadding import FLATTEN_AND_UNPAD
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
-from onnxtrain.ops.random.dropout import drop_ratio
 from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
+from onnxtrain.ops.random.keyed_dropout import drop_count
 from onnxtrain.ops.reshape.dims import expanded, inverse, squeezed, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import arange, permutation_to_front
 from onnxtrain.ops.reshape.slicing import SLICE
@@ -313,7 +313,7 @@ class _Finder:
             raise NotRowwise("its probabilities have users")
         if definition_of(node) is ATTENTION_DROPOUT and node.metadata_props.get("draws") != "any":
             raise NotRowwise('its dropout reproduces eager\'s random numbers (rng="torch")')
-        if definition_of(node) is ATTENTION_DROPOUT and not 0 < _drop_count(n) < DROP_LEVELS:
+        if definition_of(node) is ATTENTION_DROPOUT and not 0 < drop_count(n) < DROP_LEVELS:
             raise NotRowwise("its dropout ratio is 0 or 1 in 16 bits")
         rows = sizes.dims_of(n.q)[2]
         y = node.outputs[0]
@@ -528,14 +528,9 @@ def _varlen(
         outputs[0].producer().metadata_props.update((key, n.node.metadata_props[key]) for key in ("rng", "draws"))
         result = outputs[0]
         return result
-    key, dropped = (op.own.DropoutKey(), _drop_count(n)) if drops else (None, None)
+    key, dropped = (op.own.DropoutKey(), drop_count(n)) if drops else (None, None)
     result = op.own.VarlenAttention(*operands, table, key, dropped=dropped, **attributes)
     return result
-
-
-def _drop_count(n: NodeView) -> int:
-    """Return for how many of its `DROP_LEVELS` values a node drops a probability."""
-    return round(drop_ratio(n) * DROP_LEVELS)
 
 
 @dataclass

@@ -32,7 +32,7 @@ from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.builder import Builder
 from onnxtrain.log import LOG
 from onnxtrain.ops import definition_of
-from onnxtrain.ops.aten_node import AtenCall, aten_call, is_composite
+from onnxtrain.ops.aten_node import AtenCall, aten_call, can_have_gradient, is_composite
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.aten_operators import CONJ
 from onnxtrain.torch_compat.decompositions import enable_python_dispatcher
@@ -84,7 +84,7 @@ class TracedGradient:
             with ExitStack() as stack:
                 self._enter(stack)
                 stack.enter_context(torch.enable_grad())
-                leaves = [_leaf(t, _can_have_gradient(t)) for t in self._tensors]
+                leaves = [_leaf(t, can_have_gradient(t)) for t in self._tensors]
                 is_factory = _is_factory(call.function)
                 results = call.results(leaves, self._sizes)
                 return tuple(r.requires_grad and not (is_factory and _has_no_derivative(r)) for r in results)
@@ -284,10 +284,6 @@ def _has_no_derivative(tensor: torch.Tensor) -> bool:
 
 def _leaf(tensor: torch.Tensor, active: bool) -> torch.Tensor:
     return tensor.detach().requires_grad_() if active else tensor
-
-
-def _can_have_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _has_sizes(value: Any) -> bool:

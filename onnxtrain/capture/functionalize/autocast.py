@@ -156,7 +156,7 @@ def _dtypes_under(node: Node, state: State) -> list[torch.dtype]:
     with torch.random.fork_rng(cuda), torch.no_grad(), ExitStack() as stack:
         for device, dtype in state:
             stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
-        return _dtypes(node.target(*args, **kwargs))  # type: ignore[operator]  # an OpOverload
+        return result_dtypes(node.target(*args, **kwargs))  # type: ignore[operator]  # an OpOverload
 
 
 def _zeros(value: Any) -> Any:
@@ -257,5 +257,6 @@ def _on_fakes(node: Node, state: State) -> Iterator[tuple[Any, Any]]:
         yield args, kwargs
 
 
-def _dtypes(results: Any) -> list[torch.dtype]:
+def result_dtypes(results: Any) -> list[torch.dtype]:
+    """Return the dtypes of the tensors among the results of a call."""
     return [r.dtype for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]

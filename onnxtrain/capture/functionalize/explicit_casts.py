@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from onnxtrain.capture.functionalize.autocast import is_listed
+from onnxtrain.capture.functionalize.autocast import is_listed, result_dtypes
 from onnxtrain.ops.aten_node import AutocastState as State
 from onnxtrain.ops.recurrent.capture import OPERATORS as RECURRENT
 from onnxtrain.torch_compat import pytree
@@ -60,7 +60,7 @@ class ExplicitCasts:
         except Exception:  # noqa: BLE001  # an operator may raise anything
             return None
         is_same = without.calls == with_autocast.calls[len(with_autocast.casts) :]
-        return casts if is_same and without.dtypes == with_autocast.dtypes == _dtypes(node.meta["val"]) else None
+        return casts if is_same and without.dtypes == with_autocast.dtypes == result_dtypes(node.meta["val"]) else None
 
 
 class _CallRecorder(TorchDispatchMode):
@@ -91,7 +91,7 @@ class _CallRecorder(TorchDispatchMode):
             stack.enter_context(self._tensors[0].fake_mode)
             stack.enter_context(self)
             args, kwargs = arguments
-            self.dtypes = _dtypes(node.target(*args, **kwargs))  # type: ignore[operator]  # an OpOverload
+            self.dtypes = result_dtypes(node.target(*args, **kwargs))  # type: ignore[operator]  # an OpOverload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -99,7 +99,7 @@ class _CallRecorder(TorchDispatchMode):
             return result
         if func is CAST and len(self.casts) == len(self.calls) and any(args[0] is t for t in self._tensors):
             self.casts.append((args[0], result.dtype))
-        self.calls.append((str(func), _dtypes(result)))
+        self.calls.append((str(func), result_dtypes(result)))
         return result
 
 
@@ -149,7 +149,3 @@ def _argument_key(leaf: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device.type, value.dim()
     return str(value) if type(value) in (bool, int, float, str, type(None), torch.dtype) else type(value)
-
-
-def _dtypes(results: Any) -> list[torch.dtype]:
-    return [r.dtype for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]

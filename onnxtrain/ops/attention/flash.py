@@ -46,7 +46,7 @@ from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale
 from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
-from onnxtrain.ops.random.keyed_dropout import keep_mask_nodes
+from onnxtrain.ops.random.keyed_dropout import drop_count, keep_mask_nodes
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.rows import arange
 from onnxtrain.system.machine import current_machine
@@ -203,11 +203,6 @@ def dropout_by_key(n: NodeView, key: Any) -> Call:
     return Call(
         DropoutOptions, key, count, dropout_scale(count / DROP_LEVELS, TORCH_DTYPES[score_dtype(dtype_of(n.q))])
     )
-
-
-def drop_count(n: NodeView) -> int:
-    """Return for how many of its `DROP_LEVELS` values a key drops a probability."""
-    return round(drop_ratio(n) * DROP_LEVELS)
 
 
 def _lower_gpu(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:

@@ -22,7 +22,6 @@ from onnxtrain.graph.values import TensorType, dtype_of
 from onnxtrain.ops.attention import gpu_kernels
 from onnxtrain.ops.attention.constructors import check_dropout_inputs, define_attention
 from onnxtrain.ops.attention.flash import (
-    drop_count,
     dropped,
     forward_types,
     on_gpu,
@@ -39,6 +38,7 @@ from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale
+from onnxtrain.ops.random.keyed_dropout import drop_count
 
 Tensor = torch.Tensor
 

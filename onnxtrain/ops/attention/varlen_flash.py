@@ -48,7 +48,7 @@ from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale
 from onnxtrain.ops.random.keyed_bits import DROP_LEVELS, sample_key
-from onnxtrain.ops.random.keyed_dropout import keep_mask_nodes
+from onnxtrain.ops.random.keyed_dropout import drop_count, keep_mask_nodes
 from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
@@ -89,7 +89,7 @@ def _dropout_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 def _dropped(op: Builder, n: NodeView, x: ir.Value, scores: Scores, key: ir.Value) -> ir.Value:
     """Apply the node's dropout to x[h, t, u]."""
-    kept = keep_mask_nodes(op, key, score_index(op, n, scores.pairs), _drop_count(n))
+    kept = keep_mask_nodes(op, key, score_index(op, n, scores.pairs), drop_count(n))
     return mul_scalar(op, op.Mul(x, cast(op, kept, dtype_of(x))), _keep_scale(n))
 
 
@@ -98,12 +98,8 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return gradients_of(op, n, scores, lambda x: x if key is None else _dropped(op, n, x, scores, key))[:3]
 
 
-def _drop_count(n: NodeView) -> int:
-    return round(drop_ratio(n) * DROP_LEVELS)
-
-
 def _keep_scale(n: NodeView) -> float:
-    return dropout_scale(_drop_count(n) / DROP_LEVELS, TORCH_DTYPES[score_dtype(dtype_of(n.q))])
+    return dropout_scale(drop_count(n) / DROP_LEVELS, TORCH_DTYPES[score_dtype(dtype_of(n.q))])
 
 
 def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir.Value | None]:
@@ -207,7 +203,7 @@ def _lower_flash(n: NodeView, q: Any, k: Any, v: Any, *sequences: Any) -> Call:
 
 def _lower_dropout(n: NodeView, q: Any, k: Any, v: Any, *others: Any) -> Call:
     packed = _packed_sequences(n, *others[:2])
-    return Call(attend_dropout_saving_logsumexp, q, k, v, packed, _drop_count(n), _keep_scale(n))
+    return Call(attend_dropout_saving_logsumexp, q, k, v, packed, drop_count(n), _keep_scale(n))
 
 
 def _lower_dropout_flash(n: NodeView, q: Any, k: Any, v: Any, *others: Any) -> Call:
@@ -216,7 +212,7 @@ def _lower_dropout_flash(n: NodeView, q: Any, k: Any, v: Any, *others: Any) -> C
 
 def _lower_grad(n: NodeView, dy: Any, q: Any, k: Any, v: Any, *others: Any) -> Call:
     *sequences, _, _, key, _ = others
-    dropout = None if n.rng_state is None else Call(DropoutOptions, key, _drop_count(n), _keep_scale(n))
+    dropout = None if n.rng_state is None else Call(DropoutOptions, key, drop_count(n), _keep_scale(n))
     return Call(by_sequence_backward, dy, q, k, v, _packed_sequences(n, *sequences), dropout)
 
 

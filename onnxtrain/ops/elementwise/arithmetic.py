@@ -341,7 +341,8 @@ def _broadcast_types(*names: str) -> Any:
     return shapes
 
 
-def _sum_type(n: NodeView) -> Sequence[TensorType]:
+def broadcast_terms(n: NodeView) -> Sequence[TensorType]:
+    """Return the type of the first term in the shape to which all terms broadcast."""
     return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.dims_of, n.terms))),)
 
 
@@ -360,7 +361,7 @@ SUM = define(
         outputs=("y",),
         attributes={},
         from_torch={},
-        shapes=_sum_type,
+        shapes=broadcast_terms,
         body=STANDARD,
         gradient=(Gradient(lambda op, n, dy: (dy,) * len(n.terms), ()),),
         nondiff_inputs=frozenset(),

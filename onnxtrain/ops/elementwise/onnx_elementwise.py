@@ -22,12 +22,9 @@ from onnxtrain.ops.body_parts import cast, reshaped
 from onnxtrain.ops.constructors import define_binary, define_by_body
 from onnxtrain.ops.definition import REQUIRED, Call, Infix, Method, NodeView
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.elementwise.arithmetic import broadcast_terms
 
 # Mean
-
-
-def _mean_types(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.dims_of, n.terms))),)
 
 
 def _mean_body(op: Builder, n: NodeView) -> ir.Value:
@@ -42,7 +39,7 @@ def _mean_call(n: NodeView, terms: Sequence[Any]) -> Call:
     return Infix("/", operator.truediv, total, len(terms))
 
 
-define_by_body("Mean", ("terms...",), _mean_body, _mean_call, shapes=_mean_types)
+define_by_body("Mean", ("terms...",), _mean_body, _mean_call, shapes=broadcast_terms)
 
 
 # CastLike, BitShift, Scale

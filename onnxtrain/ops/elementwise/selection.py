@@ -34,7 +34,7 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
-from onnxtrain.ops.elementwise.arithmetic import number_of
+from onnxtrain.ops.elementwise.arithmetic import broadcast_terms, number_of
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.registry import define
 
@@ -142,10 +142,6 @@ def _host_extreme(name: str) -> Callable[[Any, Any], Any]:
     return choose
 
 
-def _terms_types(n: NodeView) -> Sequence[TensorType]:
-    return (TensorType(dtype_of(n.terms[0]), sizes.broadcast(*map(sizes.dims_of, n.terms))),)
-
-
 def _on_host(name: str) -> Callable[..., Any]:
     return lambda n, *terms: functools.reduce(lambda a, b: elementwise_on_host(_host_extreme(name), a, b), terms)
 
@@ -164,7 +160,7 @@ def _define_extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any
             from_torch=dict.fromkeys(
                 (f"aten.{torch_name}.default", f"aten.{name.lower()}.other"), _capture_extreme(name)
             ),
-            shapes=_terms_types,
+            shapes=broadcast_terms,
             body=STANDARD,
             gradient=(Gradient(_extreme_gradient(name), ("terms",)),),
             nondiff_inputs=frozenset(),

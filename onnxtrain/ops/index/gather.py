@@ -36,7 +36,8 @@ from onnxtrain.ops.symbolic_ints import known_ints, required_ints
 from onnxtrain.torch_compat import aten_kernels
 
 
-def _gathered_types(n: NodeView) -> Sequence[TensorType]:
+def gathered_types(n: NodeView) -> Sequence[TensorType]:
+    """Return the type of x with its axis replaced by the axes of the row numbers."""
     axis, shape = axis_of(n, n.x), sizes.dims_of(n.x)
     return (TensorType(dtype_of(n.x), (*shape[:axis], *sizes.dims_of(n.rows), *shape[axis + 1 :])),)
 
@@ -112,7 +113,7 @@ def _capture_embedding(
 GATHER = define_movement(
     "Gather",
     ("x", "rows"),
-    _gathered_types,
+    gathered_types,
     (
         Kernel(
             lower=lambda n, x, row: Method("clone", Call(torch.select, x, axis_of(n, n.x), row)),

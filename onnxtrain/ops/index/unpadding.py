@@ -24,17 +24,13 @@ from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.constructors import define_by_body
 from onnxtrain.ops.definition import Call, NodeView
+from onnxtrain.ops.index.gather import gathered_types
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.ops.symbolic_ints import required_ints
 
 # ShrunkenGather
-
-
-def _gathered_types(n: NodeView) -> Sequence[TensorType]:
-    axis, shape = axis_of(n, n.x), sizes.dims_of(n.x)
-    return (TensorType(dtype_of(n.x), (*shape[:axis], *sizes.dims_of(n.rows), *shape[axis + 1 :])),)
 
 
 def _gathered_axes(n: NodeView) -> str:
@@ -50,7 +46,7 @@ SHRUNKEN_GATHER = define_by_body(
     lambda n, x, rows: Call(torch.index_select, x, axis_of(n, n.x), rows),
     domain=MICROSOFT,
     attributes={"axis": 0},
-    shapes=_gathered_types,
+    shapes=gathered_types,
     axes=_gathered_axes,
     nondiff_inputs=frozenset({"rows"}),
     flops=lambda n: 0,

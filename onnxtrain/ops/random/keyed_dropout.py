@@ -36,7 +36,7 @@ from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.interfaces.addends import OUTPUT_ADDENDS
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
-from onnxtrain.ops.random.dropout import dropout_scale
+from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale
 from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.dims import unsqueezed
 from onnxtrain.ops.reshape.rows import arange
@@ -104,6 +104,11 @@ def _is_kept(op: Builder, bits: ir.Value, dropped: int) -> ir.Value:
 
 
 _QUARTERS = [1, 2**16, 2**32, 2**48]
+
+
+def drop_count(n: NodeView) -> int:
+    """Return for how many of its `DROP_LEVELS` values a key drops a probability of an attention."""
+    return round(drop_ratio(n) * keyed_bits.DROP_LEVELS)
 
 
 def keep_mask_nodes(op: Builder, key: ir.Value, index: ir.Value, dropped: int) -> ir.Value:
