@@ -7,11 +7,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
 
 from onnxtrain import onnx_file
 from onnxtrain.errors import GraphError, OptionError
 from onnxtrain.graph.values import TensorType, set_type
 from tests.graph.small import graph_of
+from tests.reference import assert_matches
 
 X = np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)
 
@@ -46,7 +48,7 @@ def test_a_file_holds_functions_names_and_origins(tmp_path):
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     weight = np.ones((5, 4), np.float32)
     (result,) = session.run(None, {"x": X, "encoder.weight": weight})
-    np.testing.assert_allclose(result, X @ weight.T, rtol=1e-6)
+    assert_matches(result, lambda x, w: x @ w.T, X, weight)
 
 
 def test_each_case_of_an_op_has_its_own_function_name(tmp_path):
@@ -66,9 +68,9 @@ def test_each_case_of_an_op_has_its_own_function_name(tmp_path):
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     outputs = session.run(None, {"x": X, "y": wide})
     for result, alpha in zip(outputs, (1.0, 2.0, 1.0), strict=False):
-        np.testing.assert_allclose(result, X / (1 + np.exp(-alpha * X)), rtol=1e-5)
+        assert_matches(result, lambda x, alpha=alpha: x * (alpha * x).sigmoid(), X, name=f"QuickGelu with {alpha}")
     for result, given in zip(outputs[3:], (X, wide), strict=False):
-        np.testing.assert_allclose(result, -np.log1p(np.exp(-given)), rtol=1e-5)
+        assert_matches(result, torch.nn.functional.logsigmoid, given)
     for result, given in zip(outputs[5:], (X, wide), strict=True):
         np.testing.assert_array_equal(result, np.where(given > 0, given, 0))
 
@@ -136,7 +138,7 @@ def test_tensors_too_large_for_one_file_are_external_data(tmp_path, monkeypatch)
     assert path.stat().st_size < weight.nbytes
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     rows = np.ones((2, 64), np.float32)
-    np.testing.assert_allclose(session.run(None, {"x": rows})[0], rows @ weight, rtol=1e-5, atol=1e-5)
+    assert_matches(session.run(None, {"x": rows})[0], torch.matmul, rows, weight)
 
 
 def test_aten_nodes_stay_and_the_file_is_valid(tmp_path):

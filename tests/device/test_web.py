@@ -34,6 +34,7 @@ WEB = Path(__file__).parents[2] / "examples" / "web"
 NODE_MODULES = WEB / "node_modules"
 CHROMIUM = shutil.which("chromium") or "chromium"
 BATCH = 50
+PROMISED = 1e-4  # docs/reference/training-api.md: Python's losses to four digits
 INSTALL = "npm install --prefix examples/web"
 pytestmark = pytest.mark.timeout(1800)  # a software GPU is slow; the scripts give up where nothing goes on
 
@@ -65,13 +66,20 @@ def node(script: str, *arguments: object) -> dict:
     return result
 
 
+def opened(folder: Path, state: CheckpointState) -> tuple[Module, Optimizer]:
+    """On one thread, for the same order of sums on every machine."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    module = Module(folder / "training_model.onnx", state, session_options=options)
+    return module, Optimizer(folder / "optimizer_model.onnx", module)
+
+
 def in_python(folder: Path, steps: int) -> tuple[list[float], CheckpointState]:
-    """The steps that examples/web/node/train.js makes."""
+    """The steps that examples/web/node/train.js makes, on one thread."""
     pixels, labels = digits()
     images, labels = (pixels[:, None] / 16).astype(np.float32), labels.astype(np.int64)
     state = CheckpointState.load_checkpoint(folder / "untrained.safetensors")
-    module = Module(folder / "training_model.onnx", state)
-    optimizer = Optimizer(folder / "optimizer_model.onnx", module)
+    module, optimizer = opened(folder, state)
     losses = []
     for step in range(steps):
         start = step * BATCH % TRAINING_DIGITS
@@ -82,22 +90,38 @@ def in_python(folder: Path, steps: int) -> tuple[list[float], CheckpointState]:
     return losses, state
 
 
+def continued(folder: Path, state: CheckpointState, after: int) -> list[float]:
+    """The losses of the next two steps in Python, on the first batch."""
+    images, labels = (digits()[0][:BATCH, None] / 16).astype(np.float32), digits()[1][:BATCH].astype(np.int64)
+    module, optimizer = opened(folder, state)
+    assert optimizer.step_count == after
+    losses = []
+    for _ in range(2):
+        losses.append(float(module(images, labels)))
+        optimizer.step()
+        module.lazy_reset_grad()
+    return losses
+
+
 @needs("onnxruntime-node", "onnxruntime-web")
 @pytest.mark.parametrize("runtime", ["node", "web"])
 def test_node_trains_as_python_does(runtime: str, artifacts: Path, tmp_path: Path) -> None:
     arguments = ("--runtime", runtime, "--out", tmp_path / "model.onnx", "--checkpoint", tmp_path / "checkpoint")
     result = node("train.js", artifacts, "--steps", 50, *arguments)
     losses, state = in_python(artifacts, 50)
-    np.testing.assert_allclose(result["losses"], losses, rtol=1e-4)  # four digits are promised
+    assert result["losses"] == pytest.approx(losses, rel=PROMISED)
 
     saved = checkpoint.load(tmp_path / "checkpoint")
     assert (saved.step, saved.learning_rate) == (50, 1e-3)
     assert saved.optimizer.keys() == {"first_order_moment", "second_order_moment"}
     for name, parameter in state.parameters:
-        np.testing.assert_allclose(saved.parameters[name], parameter.data, rtol=1e-3, atol=1e-5)
+        difference = np.linalg.norm(saved.parameters[name] - parameter.data)
+        assert difference <= PROMISED * np.linalg.norm(parameter.data), name
+    resumed = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    assert continued(artifacts, resumed, 50) == pytest.approx(continued(artifacts, state, 50), rel=PROMISED)
 
     images = (digits()[0][TRAINING_DIGITS:, None] / 16).astype(np.float32)
-    assert accuracy_of(tmp_path / "model.onnx", images) == pytest.approx(result["accuracy"])
+    assert accuracy_of(tmp_path / "model.onnx", images) == result["accuracy"]
 
 
 def accuracy_of(path: Path, images: np.ndarray) -> float:
@@ -182,7 +206,7 @@ def test_the_browser_trains_as_python_does(network: type[nn.Module], backend: st
         result = node("in_browser.js", address, "--backend", backend, "--steps", 30, "--chromium", CHROMIUM)
     losses, _ = in_python(tmp_path / "artifacts", 30)
     assert losses[-1] < losses[0] - 0.1
-    np.testing.assert_allclose(result["losses"], losses, rtol=1e-4)  # four digits are promised
+    assert result["losses"] == pytest.approx(losses, rel=PROMISED)
 
 
 @needs("onnxruntime-web", "playwright-core")
@@ -204,9 +228,9 @@ def test_the_page_learns_what_is_drawn(backend: str, steps: int, page: str, tmp_
     assert seen["loss"] < 0.5
     assert seen["overflow"] == 0
     images = (digits()[0][TRAINING_DIGITS:, None] / 16).astype(np.float32)
-    shown = float(seen["test"][1].removesuffix(" %")) / 100
-    assert accuracy_of(model, images) == pytest.approx(shown, abs=6e-4)
-    assert shown > 0.93
+    shown = float(seen["test"][1].removesuffix(" %"))
+    assert round(100 * accuracy_of(model, images), 1) == shown, "a percentage with one decimal is shown"
+    assert shown > 93
 
 
 @needs("onnxruntime-web", "playwright-core")
