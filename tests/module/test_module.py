@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from onnxtrain import ORTModule
 from onnxtrain.errors import KernelError, ORTModuleTorchModelException
 from onnxtrain.frontend.ort_module import engine_of
+from tests.reference import assert_each_no_worse, assert_matches, float64_by_default
 
 
 class Net(nn.Module):
@@ -29,7 +30,7 @@ class Net(nn.Module):
         self.scale = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.norm(self.first(x)))) * self.scale
+        return self.second(self.norm(torch.tanh(self.first(x)))) * self.scale
 
     def count(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -50,18 +51,25 @@ def _no_fallback() -> Iterator[None]:
 
 
 def data(rows: int = 5, *, grad: bool = False) -> torch.Tensor:
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows)).requires_grad_(grad)
+    x = torch.randn(rows, 6, dtype=torch.float32, generator=torch.Generator().manual_seed(rows))
+    return x.to(torch.get_default_dtype()).requires_grad_(grad)
 
 
 def both(pair: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) -> None:
     """Run the same on both modules and compare results and all gradients."""
     ours, eager = pair
-    got, expected = run(ours), run(eager)
-    torch.testing.assert_close(got, expected)
-    for (name, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
-    for (name, p), q in zip(ours.named_buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}")
+    exact = copy.deepcopy(eager)
+    for p, q in zip(exact.parameters(), eager.parameters(), strict=True):
+        p.grad = None if q.grad is None else q.grad.clone()
+    exact.double()  # its gradients too
+    results = [run(ours), run(eager)]
+    with float64_by_default():
+        results.append(run(exact))
+    assert_each_no_worse("result", *results)
+    for name in dict(eager.named_parameters()):
+        assert_each_no_worse(f"gradient of {name}", *(m.get_parameter(name).grad for m in (ours, eager, exact)))
+    for name in dict(eager.named_buffers()):
+        assert_each_no_worse(name, *(m.get_buffer(name) for m in (ours, eager, exact)))
 
 
 def captures(module: ORTModule) -> int:
@@ -469,12 +477,14 @@ def test_two_modules_and_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    for net in nets:
-        for n in (5, 3, 7):
-            net(data(n)).square().sum().backward()
-    for a, b in zip(ours, nets, strict=True):
-        for p, q in zip(a.parameters(), b.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
+
+    def accumulated(net: nn.Module, batches: list[torch.Tensor]) -> list[Any]:
+        for x in batches:
+            net(x).square().sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    for each, net in zip(ours, nets, strict=True):
+        assert_matches([p.grad for p in each.parameters()], accumulated, net, [data(n) for n in (5, 3, 7)])
 
 
 def test_tied_and_swapped_parameters(pair: tuple[ORTModule, Net]) -> None:
@@ -516,13 +526,12 @@ def test_hooks_on_the_wrapper_run(pair: tuple[ORTModule, Net]) -> None:
 
 def test_functional_transforms_and_functional_call(pair: tuple[ORTModule, Net]) -> None:
     state = {k: v.detach() * 2 if v.is_floating_point() else v for k, v in pair[1].state_dict().items()}
-    expected = torch.func.functional_call(pair[1].eval(), state, (data(),))
     got = torch.func.functional_call(pair[0].eval().module, state, (data(),))
-    torch.testing.assert_close(got, expected)
+    assert_matches(got, torch.func.functional_call, pair[1].eval(), state, (data(),))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = torch.func.vmap(lambda row: pair[0](row[None]).squeeze(0))(data())
-    torch.testing.assert_close(rows, pair[1](data()))
+    assert_matches(rows, pair[1], data())
 
 
 def test_inside_torch_compile_it_is_a_graph_break() -> None:
@@ -538,11 +547,12 @@ def test_inside_torch_compile_it_is_a_graph_break() -> None:
 
     ours = Outer(ORTModule(copy.deepcopy(inner)))
     compiled = torch.compile(ours, backend="eager")
-    x = data()
-    compiled(x).square().sum().backward()
-    expected = Outer(inner)
-    expected(x).square().sum().backward()
-    torch.testing.assert_close(ours.body.module.weight.grad, inner.weight.grad)
+
+    def gradients(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(module(x).square().sum(), [*module.parameters()])
+
+    found = gradients(compiled, data())
+    assert_matches(found, gradients, Outer(inner), data())
     assert captures(ours.body) == 1
 
 
@@ -827,7 +837,7 @@ def test_many_threads_share_one_capture() -> None:
                 with torch.set_grad_enabled(not quiet):
                     y = ours(data(n))
                 assert y.requires_grad != quiet
-                torch.testing.assert_close(y.detach(), net(data(n)).detach())
+                assert_matches(y, net, data(n))
         except BaseException as error:  # noqa: BLE001  # whatever it is, the test fails with it
             errors.append(error)
 
