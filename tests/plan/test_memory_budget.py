@@ -74,6 +74,10 @@ def gradients(run: Callable[..., Any], module: nn.Module, batch: dict[str, torch
     return [t.clone() for t in found if t is not None]
 
 
+def eager_gradients(module: nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return gradients(module, module, batch)
+
+
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(got) == len(expected)
     assert all(map(torch.equal, got, expected))
@@ -267,7 +271,7 @@ def test_steps_in_flight_do_not_share_memory() -> None:
     module, model = stack_with(memory_budget_bytes=0.6)
     alone = [gradients(model, module, {"x": BATCH["x"] * i}) for i in (1, 2)]
     for factor, found in zip((1, 2), alone, strict=True):  # a plan that is wrong may be so each time
-        torch.testing.assert_close(found, gradients(module, module, {"x": BATCH["x"] * factor}), rtol=1e-4, atol=1e-6)
+        assert_matches(found, eager_gradients, module, {"x": BATCH["x"] * factor})
     module.zero_grad()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -306,7 +310,7 @@ def test_what_is_read_a_step_later_is_not_written_over() -> None:
     torch.manual_seed(3)
     module = ReadLater()
     found = gradients(ORTModule(module, rng="torch"), module, BATCH)
-    assert_matches(found, lambda module, batch: gradients(module, module, batch), module, BATCH)
+    assert_matches(found, eager_gradients, module, BATCH)
 
 
 def test_twice_the_batch_fits_in_what_eager_needs_for_one() -> None:
@@ -314,12 +318,10 @@ def test_twice_the_batch_fits_in_what_eager_needs_for_one() -> None:
     module, make = made("minilm")
     eager = peak_of(lambda: step(module, make(8, 48)))
     batch = make(16, 48)
-    expected = gradients(module, module, batch)
     model = ORTModule(module, rng="torch", memory_budget_bytes=eager)
     found = gradients(model, module, batch)
     assert peak_of(lambda: step(model, batch)) <= 1.02 * eager
-    for got, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, theirs, rtol=1e-4, atol=1e-6)
+    assert_matches(found, eager_gradients, module, batch, together=True)
 
 
 # The zoo
