@@ -87,6 +87,19 @@ def _function_modes() -> list[TorchFunctionMode]:
     return [mode for mode in function_modes() if not is_device_context(mode)]
 
 
+def _refuse_torchscript(named: Sequence[tuple[str, torch.nn.Module]]) -> None:
+    scripted = [
+        name or "the module itself" for name, submodule in named if isinstance(submodule, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise CaptureError(
+            "a TorchScript module cannot be captured",
+            where=_first_few(scripted),
+            expected="a torch.nn.Module that runs in Python",
+            todo="the module runs in PyTorch; use the module from before torch.jit.script or torch.jit.trace",
+        )
+
+
 def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -> None:
     """Refuse a module with something that a graph would not run, or would run otherwise than eager does.
 
@@ -107,6 +120,7 @@ def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -
             todo="wrap the inner module with ORTModule, then use DistributedDataParallel",
         )
     named = list(module.named_modules())
+    _refuse_torchscript(named)
     hooks = [
         f"{name or 'the module itself'} ({kind})"
         for name, submodule in (named[1:] if hooks_run_outside else named)

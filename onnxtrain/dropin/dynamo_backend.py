@@ -72,7 +72,7 @@ def make_aot_ort(dynamic: bool = False) -> tuple[OrtBackend, OrtBackend]:
     """A backend with AOTAutograd and the one that it wraps: here the same object.
 
     Args:
-        dynamic: no effect: dimensions are always dynamic.
+        dynamic: a graph serves all sizes in either case.
     """
     shared = OrtBackend()
     return shared, shared

@@ -23,6 +23,7 @@ from onnxtrain.execute.program import Program
 from onnxtrain.ops.python_function.run_context import rerun_until_settled
 from onnxtrain.plan.storage import bind_symbols
 from onnxtrain.torch_compat import autograd, dispatch
+from onnxtrain.torch_compat.dynamo import untraced
 from onnxtrain.torch_compat.tensors import storage_id
 
 Flags = tuple[bool, ...]
@@ -284,8 +285,12 @@ class _Boundary(torch.autograd.Function):
         return _gradients(ctx, list(cotangents))
 
 
+@untraced
 def _gradients(ctx: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-    """Backward of `_Boundary`. Empties the list of cotangents."""
+    """Backward of `_Boundary`. Empties the list of cotangents.
+
+    A function that torch.compile compiles may call backward() itself: on a CPU it runs in the same thread.
+    """
     unit: Unit = ctx.call[0]
     needs_grad = ctx.needs_input_grad
     if cotangents[0] is None and all(c is None for c in cotangents):  # from a function that returned no gradient

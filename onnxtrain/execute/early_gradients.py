@@ -27,6 +27,7 @@ from onnxtrain.execute.program import Program, drain
 from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat import autograd, dispatch
+from onnxtrain.torch_compat.dynamo import untraced
 
 
 class StagedProgram:
@@ -180,6 +181,7 @@ class _LaterStage(torch.autograd.Function):
         return tensors[0].new_empty(0)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *tokens: Any) -> tuple[Any, ...]:
         token = tokens[0] if ctx.stage + 1 < len(ctx.call.boundary.groups) else None
         return (None, None, token, *ctx.call.advance(ctx.stage))
@@ -194,6 +196,7 @@ class _FirstStage(torch.autograd.Function):
         return run_and_save(ctx, call.unit, call.tensors)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         call: _Call = ctx.early_call
         call.begin(ctx, list(cotangents))

@@ -16,6 +16,7 @@ import torch
 from onnxtrain.execute.boundary import Flags, Unit, differentiable_backward, random_state
 from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.torch_compat import dispatch
+from onnxtrain.torch_compat.dynamo import untraced
 
 
 class IndependentBoundary:
@@ -81,6 +82,7 @@ class _Group(torch.autograd.Function):
         return tuple(run.outputs[i].detach() if i in unit.lone_views else run.outputs[i] for i in ctx.group)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         unit, _, _, forward_sizes = ctx.call
         if all(c is None for c in cotangents):

@@ -309,6 +309,9 @@ class Engine:
         suggested = [s for e in same if (s := e.suggestion(tensors)) is not None]
         captured = self._captured(structure, tensors, watch, suggested)
         captured = keep_outputs(captured, self._options.keep_outputs)
+        mode = module.training if self._options.save_graphs is not None else None  # it is in the names of the files
+        if mode is not None:
+            captured = replace(captured, reads=captured.reads | {(id(module), "training")})
         if not self._options.custom_autograd:
             refuse_functions(captured.model)
         for entry in same:
@@ -318,7 +321,7 @@ class Engine:
         state = ModuleState(module, names, captured.reads, captured.constants)
         inputs = [*self._read(state), *tensors]
         rerun = _rerun(module, self._entry_point.in_torch, structure, captured)
-        twins = self._entry_point.twins.setdefault((environment(), *map(tensor_facts, inputs)), [])
+        twins = self._entry_point.twins.setdefault((environment(), mode, *map(tensor_facts, inputs)), [])
         twin = next((twin for twin in twins if twin.has_same_graph(captured)), None)
         if twin is not None:
             compiled = twin.for_module(captured, rerun)
@@ -361,8 +364,8 @@ class Engine:
         """Warn once per module that each new string needs a new capture."""
         if any(isinstance(constant, str) for constant in structure.constants().values()):
             self._warn(
-                f"Received input of type {str} which may be treated as a constant by ORT by default: each new string "
-                "is a new capture. Please consider moving constant arguments to the model constructor."
+                f"Received input of type {str} which may be treated as a constant by ORT by default. Please consider "
+                "moving constant arguments to the model constructor: each new string is a new capture."
             )
 
     def _report_operators(self, captured: Captured) -> None:

@@ -98,14 +98,18 @@ class ORTModule(torch.nn.Module):
     `module` stays on the wrapper. A UserWarning names each attribute of `module` that collides with one of the wrapper.
 
     Raises:
-        ORTModuleTorchModelException: `module` is a `torch.nn.DataParallel`, and the fallback policy does not cover
-            that. Wrap the inner module instead.
+        ORTModuleTorchModelException: `module` is no `nn.Module`; or it is a `torch.nn.DataParallel`, and the fallback
+            policy does not cover that. Wrap the inner module instead.
     """
 
     _is_part = False  # whether the module is only part of the user's model
 
     def __init__(self, module: torch.nn.Module, debug_options: DebugOptions | None = None, **options: Any) -> None:
         super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise ORTModuleTorchModelException(
+                "ORTModule wraps a module.", "ORTModule", "a torch.nn.Module", type(module).__name__, "pass the module"
+            ) from TypeError(type(module).__name__)
         settings = Options.resolve(**{**(debug_options or DebugOptions()).settings, **options})
         if isinstance(module, torch.nn.DataParallel):
             _refuse_at_once(module, settings.fallback_policy)
@@ -114,7 +118,7 @@ class ORTModule(torch.nn.Module):
 
     def _set_up(self, module: torch.nn.Module, options: Options) -> None:
         self.__dict__.pop("training", None)  # the wrapped module's flag is the one that counts
-        self.__dict__.update((name, module.__dict__[name]) for name in _SHARED)
+        self.__dict__.update((name, getattr(module, name)) for name in _SHARED)  # a traced module computes some
         self.__dict__["_torch_module"] = module
         self.__dict__["_forwards"] = {}
         self.__dict__["_options"] = options

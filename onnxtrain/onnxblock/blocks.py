@@ -1,5 +1,6 @@
 """Building blocks. Each appends nodes and returns the name of its output."""
 
+from onnxtrain.device.block import Block
 from onnxtrain.device.blocks import (
     Abs,
     Add,
@@ -26,6 +27,7 @@ from onnxtrain.device.blocks import (
 __all__ = [
     "Abs",
     "Add",
+    "Block",
     "Cast",
     "Clip",
     "Constant",

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from onnxtrain.optim import gradients
+from onnxtrain.torch_compat.dynamo import untraced
 from onnxtrain.torch_compat.optimizer_kernels import foreach_zero, fused_adam, fused_adamw
 
 _STEP = "step"
@@ -96,6 +97,7 @@ class FusedAdam(Optimizer):
         super().zero_grad(set_to_none=set_to_none or self._set_grad_none)
 
     @torch.no_grad()
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters.
 

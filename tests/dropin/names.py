@@ -34,8 +34,9 @@ DIFFERS = {
     "ortmodule.torch_cpp_extensions.install": "prints that there is nothing to build",
     "ortmodule.DebugOptions": "`torch_exporter_filter` and `onnxruntime_log_filter` list messages that do not occur",
     "optim.FusedAdam": "also on a CPU, in float64 and bfloat16",
-    "torchdynamo.ort_backend.OrtBackend": "`ep` and `preallocate_output` have no effect, which is logged",
-    "torchdynamo.register_backend.make_aot_ort": "`dynamic` has no effect: dimensions are always dynamic",
+    "torchdynamo.ort_backend.OrtBackend": "a graph runs on the device of its tensors, and PyTorch allocates the "
+    "outputs: a given `ep` or `preallocate_output` is logged as ignored",
+    "torchdynamo.register_backend.make_aot_ort": "a graph serves all sizes, also without `dynamic`",
     "onnxblock.optim.ClipGradNorm": "returns new gradients and does not modify its inputs",
     "artifacts.generate_artifacts": "`ort_format` is refused: convert with the device's version of onnxruntime; the "
     "optimizer graph has an input for each tensor instead of sequences",

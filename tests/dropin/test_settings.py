@@ -69,6 +69,20 @@ def test_an_opset_that_cannot_express_the_graph_stops_no_step(
     assert "in opset 17 instead of 15" in caplog.text
 
 
+@pytest.mark.parametrize("calls", [1, 3])
+def test_each_mode_has_its_files(calls: int, ortmodule: Any, tmp_path: Path) -> None:
+    """Of a module whose graph is the same in both modes, too."""
+    options = ortmodule.DebugOptions(save_onnx=True, onnx_prefix="m", save_path=str(tmp_path))
+    module = ortmodule.ORTModule(torch.nn.Linear(2, 2), options)
+    for training in (True, False):
+        module.train(training)
+        for _ in range(calls):
+            module(torch.ones(3, 2)).sum().backward()
+    stages = ("torch_exported", "optimized_pre_grad", "optimized", "execution_model")
+    modes = ("training", "inference")
+    assert {path.name for path in tmp_path.iterdir()} == {f"m_{s}_{mode}.onnx" for s in stages for mode in modes}
+
+
 def test_settings_without_effect_raise_a_warning(ortmodule: Any) -> None:
     with pytest.warns(UserWarning, match=r"ORTMODULE_IS_DETERMINISTIC = True has no effect: .*deterministic_alg"):
         ortmodule.ORTMODULE_IS_DETERMINISTIC = True

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from onnxtrain import ORTModule, errors
 from onnxtrain.capture.export import patches
 from onnxtrain.frontend import dynamo
+from onnxtrain.optim import FusedAdam
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.zoo.checks import Comparison
 from tests.zoo.entry import ZooModel
@@ -420,3 +421,33 @@ def test_a_compiled_part_of_a_wrapped_module_is_a_part_of_its_graph() -> None:
     assert not patches.is_capturing()
     ours = ORTModule(nn.Sequential(inner, nn.ReLU()))
     torch.testing.assert_close(ours(x), inner(x).relu())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_compiled_training_step_traces_nothing_of_onnxtrain(wrapped: bool) -> None:
+    """A loop that compiles its whole step calls backward and the optimizer under torch.compile's tracer."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    ours = ORTModule(copy.deepcopy(module)) if wrapped else copy.deepcopy(module)
+    traced: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        traced.append(str(graph.code))
+        return graph if wrapped else dynamo.backend(graph, inputs)
+
+    def steps(model: nn.Module, compile_step: Callable[..., Any]) -> list[float]:
+        optimizer = FusedAdam(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(x), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run, x = compile_step(step), torch.linspace(-1, 1, 20).reshape(5, 4)
+        return [run(x, torch.tensor([0, 1, 2, 1, 0])).item() for _ in range(3)]
+
+    losses = steps(ours, lambda step: torch.compile(step, backend=backend))
+    assert losses == pytest.approx(steps(module, lambda step: step), abs=1e-5)
+    assert len(traced) == 1
+    assert "cross_entropy" in traced[0]

@@ -382,6 +382,30 @@ def test_custom_autograd_can_be_switched_off() -> None:
         ORTModule(module, custom_autograd=False, fallback_policy="FALLBACK_DISABLE")(x)
 
 
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 3))])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_runs_in_pytorch(script: Callable[[nn.Module], nn.Module], part: bool) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    scripted = script(copy.deepcopy(module))
+    ours, x = ORTModule(nn.Sequential(scripted) if part else scripted), torch.randn(2, 3)
+    text = f"not as an ONNX graph: a TorchScript module cannot be captured\n +where: +{'0' if part else 'the module'}"
+    with pytest.warns(UserWarning, match=text):
+        ours(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(ours(x), module(x))
+    ours(x).sum().backward()
+    module(x).sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(ours.parameters(), module.parameters(), strict=True))
+    if part:
+        ours.module[0] = module
+        ours(x)
+        assert count_captures(ours) == 1
+    with pytest.raises(CaptureError, match="use the module from before"):
+        ORTModule(scripted, fallback_policy="FALLBACK_DISABLE")(x)
+
+
 @pytest.mark.parametrize("policy", ["FALLBACK_DISABLE", "FALLBACK_UNSUPPORTED_DATA", "FALLBACK_UNSUPPORTED_DEVICE"])
 def test_data_parallel_is_refused_immediately(policy: str) -> None:
     with pytest.raises(ORTModuleFallbackException, match="DataParallel"):

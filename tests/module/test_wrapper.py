@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from onnxtrain import ORTModule
+from onnxtrain import ORTModule, errors
 from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_matches
@@ -100,11 +100,21 @@ def test_a_string_is_a_constant_and_warned_of_once() -> None:
             return x + 1 if text.lower() == "hello" else x
 
     ours, x = ORTModule(Greets()), torch.ones(2)
-    with pytest.warns(UserWarning, match=r"Received input of type <class 'str'> which may be treated as a constant"):
+    text = (
+        r"Received input of type <class 'str'> which may be treated as a constant by ORT by default\. Please consider"
+    )
+    with pytest.warns(UserWarning, match=text):
         assert torch.equal(ours(x, "Hello"), x + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(ours(x, "bye"), x)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    error = errors.ORTModuleTorchModelException
+    with pytest.raises(error, match=r"expected: +a torch\.nn\.Module\n +got: +function") as raised:
+        ORTModule(lambda x: x)
+    assert isinstance(raised.value.__cause__, TypeError)
 
 
 def test_a_method_that_reads_its_class_stays_the_modules_own() -> None:

@@ -135,6 +135,17 @@ def test_nll_loss(reduction, inner):
     )
 
 
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+@pytest.mark.parametrize("inner", ["", "d", "d 2 2"])  # of 4 dimensions, PyTorch itself requires contiguous scores
+def test_losses_of_scores_with_the_classes_last(loss, inner):
+    check_capture(
+        lambda x, t: loss(x.movedim(-1, 1), t),
+        Spec(f"n {inner} {CLASSES}"),
+        Spec(f"n {inner}", "int64", make=labels),
+        sizes=SIZES,
+    )
+
+
 class Classifier(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import FROM_TORCH, OPS, builder, view
@@ -243,3 +244,16 @@ def test_views_declare_their_alias() -> None:
         shares = result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         assert shares, definition.name
         assert definition.aliases == {0: 0}, definition.name
+
+
+@pytest.mark.parametrize("cut", [lambda y: y[:, :, 1:8], lambda y: y[..., 0:4], lambda y: y[:, 1:5:2]])
+def test_a_slice_with_a_positive_step_copies_nothing(cut):
+    class Cuts(torch.nn.Module):
+        def forward(self, x):
+            hidden = torch.relu(x)
+            return hidden, cut(hidden)
+
+    x = torch.randn(2, 6, 8, 5)
+    whole, part = ORTModule(Cuts(), fallback_policy="FALLBACK_DISABLE")(x)
+    assert torch.equal(part, cut(x.relu()))
+    assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

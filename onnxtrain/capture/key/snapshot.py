@@ -357,14 +357,6 @@ class _ModuleVisitor:
     """Adds one submodule to a snapshot."""
 
     def __init__(self, snapshot: Snapshot, module: torch.nn.Module, path: str) -> None:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                "a TorchScript module cannot be captured",
-                where=path,
-                expected="a torch.nn.Module that runs in Python",
-                got=type(module).__qualname__,
-                todo="the module runs in PyTorch; use the module from before torch.jit.script or torch.jit.trace",
-            )
         self._snapshot = snapshot
         self._module = module
         self._path = path
@@ -377,6 +369,8 @@ class _ModuleVisitor:
         snapshot.add_fact("class", path, Identity(kind), kind.__qualname__)
         bound_class = snapshot.bind(kind)
         snapshot.changed_if(f"{bound}.__class__ is not {bound_class}")
+        if isinstance(module, torch.jit.ScriptModule):  # refused, and its attributes are not Python's
+            return
         if kind not in snapshot._classes:
             snapshot._classes.add(kind)
             snapshot.add_fact("forward", f"class {kind.__qualname__}", Identity(kind.forward), "a function")
@@ -485,12 +479,14 @@ _ABSENT = object()
 def submodules(
     module: torch.nn.Module, path: str = "", seen: set[int] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield each submodule once, with its first path."""
+    """Yield each submodule once, with its first path; not the parts of a TorchScript module."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
     yield path, module
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     for name, child in module.__dict__["_modules"].items():
         if child is not None:
             yield from submodules(child, f"{path}.{name}" if path else name, seen)

@@ -60,14 +60,14 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """The gradient of x by PyTorch's kernels."""
+    """The gradient of x by PyTorch's kernels. That of images requires contiguous scores."""
     rest = (weights, reduction, ignore_index, total_weight)
     if x.ndim == 2:
         return aten.nll_loss_backward.default(dy, x, labels, *rest)  # type: ignore[no-any-return]
     if x.ndim == 4:
-        return aten.nll_loss2d_backward.default(dy, x, labels, *rest)  # type: ignore[no-any-return]
+        return aten.nll_loss2d_backward.default(dy, x.contiguous(), labels, *rest)  # type: ignore[no-any-return]
     dy = _as_image(dy, 1) if reduction == 0 else dy
-    dx: Tensor = aten.nll_loss2d_backward.default(dy, _as_image(x, 2), _as_image(labels, 1), *rest)
+    dx: Tensor = aten.nll_loss2d_backward.default(dy, _as_image(x.contiguous(), 2), _as_image(labels, 1), *rest)
     return dx.view(x.shape)
 
 
