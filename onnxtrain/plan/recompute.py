@@ -4,7 +4,7 @@
     after    a ─Gelu─> b ─Linear─> c            backward reads b': a is kept
              a ─Gelu─> b'    just before its first reader
 
-A recomputed node gives the same values bit for bit: it has no effects, or its definition says how to replay it from
+A recomputed node gives the same values bit for bit: it has no effects, or its op registers how to replay it from
 the random state that it saved, or that it repeats (a custom autograd function declared `recomputable`). A
 `RecomputeChoice` names the values, and `apply_choice` rewrites a joint graph.
 """
