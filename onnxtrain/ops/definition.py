@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import onnx_ir as ir
@@ -315,7 +315,7 @@ class OpDef:
     aliases: Mapping[int, int]
     flops: Callable[[NodeView], Size]
     host_eval: Callable[..., Any] | None = None
-    count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = field(default=None)
+    count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None
     shape_only_inputs: frozenset[str] = frozenset()
     nondiff_outputs: frozenset[str] = frozenset()
     preserves_elements: bool = False

@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.traversal import is_used
 from onnxtrain.graph.values import dtype_of, normalize_axis, rank_of
-from onnxtrain.ops import builder, view
+from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.elementwise.copies import CAST
 from onnxtrain.ops.matmul import is_exact_attribute
 from onnxtrain.ops.norm.layer_norm import build_layer_norm
@@ -62,9 +62,9 @@ def fuse_patterns(graph: ir.Graph, changes: Changes) -> None:
 
 def _fuse(ops: Builder, node: ir.Node, changes: Changes) -> str | None:
     """Replace `node` by the first rewrite that matches and return its name; None if none matches."""
-    old = node.outputs[0]
+    old, definition = node.outputs[0], definition_of(node)
     for rewrite in REWRITES:
-        if (node.domain, node.op_type) not in rewrite.pattern.kinds:
+        if definition not in rewrite.pattern.kinds:
             continue
         for found in match(rewrite.pattern, old):
             shared = shared_value(found, old)

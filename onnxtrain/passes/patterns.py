@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import dtype_of, is_float
-from onnxtrain.ops import definition_of, lookup
+from onnxtrain.ops import OpDef, definition_of, lookup
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
 
@@ -47,7 +47,7 @@ class Num:
 class Op:
     """The first output of a node of one of these ops. Inputs beyond those given match anything."""
 
-    kinds: frozenset[tuple[str, str]]  # domain and name
+    kinds: frozenset[OpDef]
     inputs: tuple[Pattern, ...]
     check: Callable[[ir.Node], bool] | None = None
 
@@ -75,13 +75,12 @@ def op(kinds: str, *inputs: Pattern | float, check: Callable[[ir.Node], bool] | 
     Raises:
         GraphError: there is no such op.
     """
-    return Op(frozenset(map(_domain_and_name, kinds.split("|"))), tuple(_pattern(i) for i in inputs), check)
+    return Op(frozenset(map(_definition, kinds.split("|"))), tuple(_pattern(i) for i in inputs), check)
 
 
-def _domain_and_name(kind: str) -> tuple[str, str]:
+def _definition(kind: str) -> OpDef:
     domain, _, name = kind.rpartition("::")
-    definition = lookup(domain, name)
-    return definition.domain, definition.name
+    return lookup(domain, name)
 
 
 def either(*patterns: Pattern) -> Either:
@@ -148,7 +147,7 @@ def _match_cast(pattern: Cast, value: ir.Value, partial: Match) -> Iterator[Matc
 
 def _match_node(pattern: Op, value: ir.Value, partial: Match) -> Iterator[Match]:
     node, inputs = value.producer(), pattern.inputs
-    if node is None or (node.domain, node.op_type) not in pattern.kinds or value is not node.outputs[0]:
+    if node is None or definition_of(node) not in pattern.kinds or value is not node.outputs[0]:
         return
     if len(node.inputs) < len(inputs) or (pattern.check is not None and not pattern.check(node)):
         return
