@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from onnxtrain.torch_compat.internal import Internal, can_be_entered
+from onnxtrain.torch_compat.internal import Internal, can_be_entered, required
 
 # Configuration
 
@@ -69,6 +69,32 @@ copies_without_bases = Internal[Callable[[], AbstractContextManager[Any]]](
     cost="modules that call such operators run in PyTorch",
     check=callable,
 ).get()
+
+
+# Modules in a trace
+
+
+_ModuleUnderName: type = required(
+    "module_under_name",
+    lambda: importlib.import_module("torch.fx.experimental.proxy_tensor")._AttrProxy,
+    "if a submodule has several names, forward gets another object for each module; a capture depends on the module",
+    check=lambda part: isinstance(part, type),
+)
+
+
+def module_of_user(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's module that an object in a trace stands for, which is most often the module itself.
+
+    It reads no attribute of the object, because the recording of attribute reads calls it.
+    """
+    kind: Any = type(module)
+    if not issubclass(kind, _ModuleUnderName):
+        return module
+    try:
+        base: torch.nn.Module = kind.get_base(module)
+        return base
+    except KeyError:  # PyTorch is still making the object
+        return module
 
 
 # Work whose results are not used

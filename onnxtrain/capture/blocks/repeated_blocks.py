@@ -32,6 +32,7 @@ from onnxtrain.torch_compat.operators import HigherOrderOperator
 from onnxtrain.torch_compat.patch_points import CALL_MODULE
 from onnxtrain.torch_compat.replacement import in_thread
 from onnxtrain.torch_compat.tensors import storage_id
+from onnxtrain.torch_compat.tracing import module_of_user
 
 TEMPLATE = "template"  # the key in a node's metadata
 _LEAST_CALLS = 3  # of a kind: two are traced
@@ -124,10 +125,11 @@ class RepeatedBlocks:
         def call_module(tracer: Any, module: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
             if self._environment is None:
                 self._environment = environment()
-            kind = self._kind(module)
-            if kind is None:
-                return original(tracer, module, forward, args, kwargs)
-            return original(tracer, module, partial(self._call, tracer, module, kind, forward), args, kwargs)
+            own = module_of_user(module)
+            kind = self._kind(own)
+            if kind is not None:
+                forward = partial(self._call, tracer, own, kind, forward)
+            return original(tracer, module, forward, args, kwargs)
 
         with CALL_MODULE.wrapped(partial(in_thread, call_module)):
             yield

@@ -27,6 +27,7 @@ from onnxtrain.capture.structure import Identity, constant_key
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.patch_points import MODULE_GETATTRIBUTE
 from onnxtrain.torch_compat.tensors import version_of
+from onnxtrain.torch_compat.tracing import module_of_user
 
 Reads: TypeAlias = Collection[tuple[int, str]]  # id of a module, name of an attribute; "*": all names
 
@@ -514,9 +515,9 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
     def read(self: torch.nn.Module, name: str) -> Any:
         if threading.get_ident() == owner:
             if name != "__dict__":
-                reads.add((id(self), name))
+                reads.add((id(module_of_user(self)), name))
             elif _may_be_forward(sys._getframe(1).f_code.co_filename):
-                reads.add((id(self), "*"))
+                reads.add((id(module_of_user(self)), "*"))
         return original(self, name)
 
     with MODULE_GETATTRIBUTE.wrapped(lambda original: read):
