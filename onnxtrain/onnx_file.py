@@ -5,7 +5,7 @@
 Weights keep their names in the module, values those of PyTorch's exported graph. The doc_string of a node gives its
 module and source location. If an op's function depends on ranks, dtypes or attributes, each case has a name of its own:
 GeluGrad, GeluGrad_case2. Overloads of one name would not do: up to 1.24.1, onnxruntime silently calls the first of them
-for all. Files are written atomically.
+for all. Layers and other blocks that occur three times are functions, too. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import GraphError, OptionError
 from onnxtrain.graph import traversal
+from onnxtrain.graph.block_functions import called_by_functions, fold_blocks
 from onnxtrain.graph.opset import convert_opset
 from onnxtrain.graph.values import ONNX
 from onnxtrain.log import warn_once
@@ -48,6 +49,7 @@ def write(
         GraphError: onnx.checker rejects the result.
     """
     converted = _in_nearest_opset(model, opset)
+    fold_blocks(converted)
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         write_file_model(converted, path)
 
@@ -152,7 +154,8 @@ def _save(model: ir.Model, path: Path) -> None:
 
 def _check(model: ir.Model, path: Path) -> None:
     # Shape inference stops at ops of other domains without a function.
-    all_inferable = all(node.op_identifier() in model.functions for node in model.graph.all_nodes() if node.domain)
+    nodes = [*model.graph.all_nodes(), *called_by_functions(model.functions)]
+    all_inferable = all(node.op_identifier() in model.functions for node in nodes if node.domain)
     try:
         onnx.checker.check_model(str(path), full_check=all_inferable)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:

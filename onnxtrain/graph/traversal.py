@@ -173,13 +173,14 @@ def name_uniquely(graph: ir.Graph) -> None:
     values |= {v.name for v in fixed if v.name}
     nodes: set[str] = set()
     for node in graph.all_nodes():
-        node.name = _unique(node.name or node.op_type, nodes)
+        node.name = unique(node.name or node.op_type, nodes)
         for value in node.outputs:
             if value not in fixed:
-                value.name = _unique(value.name or node.name, values)
+                value.name = unique(value.name or node.name, values)
 
 
-def _unique(name: str, taken: set[str]) -> str:
+def unique(name: str, taken: set[str]) -> str:
+    """Return the name, with a number if it is taken, and add it to the taken ones."""
     candidate, number = name, 1
     while candidate in taken:
         number += 1
