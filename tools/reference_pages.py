@@ -13,11 +13,12 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from pkgutil import iter_modules
 
 from onnxtrain import cli, errors
 from onnxtrain.cli import ops as ops_command
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.ops import FROM_TORCH, OPS
+from onnxtrain.ops import FROM_TORCH, OPS, interfaces
 from onnxtrain.options import JSON_VARIABLE, PROCESS_VARIABLES, Knob, knobs
 from onnxtrain.options.former import FORMER, FormerOption
 from onnxtrain.options.json_file import KEYS
@@ -159,12 +160,21 @@ captured from
 """
 
 
+_INTERFACES = """\
+The facts about operators that single passes and executors ask for, registered beside the definitions
+([more](../development/adding-an-op.md#what-passes-and-executors-ask)).
+"""
+
+
 def operators_page() -> str:
     """Return a section per operator, then the operators without a definition, with reasons."""
     parts = [_OPERATORS]
     for domain, definitions in ops_command.selected().items():
         parts.append(f"## {domain or 'ai.onnx'}\n\n{ops_command.DOMAINS.get(domain, '')}\n")
         parts += map(_operator, map(ops_command.row, definitions))
+    parts.append(
+        f"## Interfaces\n\n{_INTERFACES}\n| interface | entries |\n|---|---|\n{_rows(_interfaces(), code=True)}"
+    )
     several = sorted(FROM_TORCH.keys() - {name for definition in OPS.values() for name in definition.from_torch})
     parts.append(f"## Composite operators\n\nPyTorch operators that become several ops: {_aten(several)}.\n")
     parts.append("## Operators without a definition\n")
@@ -179,6 +189,12 @@ def operators_page() -> str:
     ):
         parts.append(f"{title}\n\n| operators | reason |\n|---|---|\n{_rows(_by_reason(reasons))}")
     return "\n".join(parts)
+
+
+def _interfaces() -> dict[str, str]:
+    """Return the modules of interfaces, with the sentences that their docstrings begin with."""
+    modules = [importlib.import_module(f"{interfaces.__name__}.{m.name}") for m in iter_modules(interfaces.__path__)]
+    return {m.__name__.rpartition(".")[2]: (m.__doc__ or "").split("\n\n")[0] for m in modules}
 
 
 def _operator(row: ops_command.Row) -> str:

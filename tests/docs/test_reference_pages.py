@@ -30,8 +30,9 @@ def test_options() -> None:
 
 
 def test_operators() -> None:
-    names = sections(reference_pages.operators_page(), 3)
-    assert sorted(names) == sorted(name for _, name in OPS)
+    page = reference_pages.operators_page()
+    assert sorted(sections(page, 3)) == sorted(name for _, name in OPS)
+    assert "| `scalar_factors` | How scalar factors move through ops" in page
 
 
 def test_commands() -> None:
