@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.dtypes import ONNX_DTYPES, TORCH_DTYPES
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.in_place import MAY_KEEP_INPUTS
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import dispatch, pytree
@@ -371,10 +372,10 @@ ATEN_OP = define(
         axes=lambda n: "",
         effects=Effects.RANDOM,  # not every schema says whether its operator is random: none is merged or dropped
         aliases={0: 0},  # if PyTorch's operator returns a view, it is one of the first tensor
-        flops=lambda n: 0,
         count_outputs=lambda inputs, attributes: attributes["results"] + attributes.get("handles", 0),
     )
 )
+FLOPS.register(ATEN_OP, lambda n: 0)
 
 
 def _differentiate(
@@ -417,8 +418,8 @@ ATEN_GRAD = define(
         axes=lambda n: "",
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: 0,
         count_outputs=lambda inputs, attributes: int(attributes["inputs"]),
     )
 )
+FLOPS.register(ATEN_GRAD, lambda n: 0)
 MAY_KEEP_INPUTS.add(ATEN_OP, ATEN_GRAD)

@@ -34,6 +34,7 @@ from onnxtrain.ops.definition import (
     Standard,
     numel,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.registry import define
@@ -118,10 +119,10 @@ def define_unary(
             axes=lambda n: "... -> ...",
             effects=Effects.NONE,
             aliases={},
-            flops=flops,
             host_eval=host_eval,
         )
     )
+    FLOPS.register(op, flops)
     IMAGES.register(op, Images(frozenset({"x", "y"})))
     FUSIBLE.add(op)
     return op
@@ -174,7 +175,6 @@ def define_binary(
             axes=lambda n: "..., ... -> ...",
             effects=Effects.NONE,
             aliases={},
-            flops=elementwise_flops,
             host_eval=_on_host(host_eval) if host_eval else None,
         )
     )
@@ -238,7 +238,7 @@ def define_fused(
         workspace_bytes=workspace_bytes,
         seconds=seconds,
     )
-    return define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -254,13 +254,14 @@ def define_fused(
             axes=axes,
             effects=Effects.NONE,
             aliases={},
-            flops=flops,
             count_outputs=count_outputs,
             nondiff_outputs=frozenset(
                 name.rstrip("?") for name in outputs[1:]
             ),  # saved for backward; see first_cotangent
         )
     )
+    FLOPS.register(op, flops)
+    return op
 
 
 def _with_alternatives(kernel: Kernel, others: tuple[Kernel, ...], atomic_on_gpu: bool) -> tuple[Kernel, ...]:
@@ -309,7 +310,7 @@ def define_by_body(
     aliases: Mapping[int, int] | None = None,
 ) -> OpDef:
     """Define an op by its body. Without `shapes` its output has the type of the first input."""
-    return define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -325,7 +326,8 @@ def define_by_body(
             axes=axes,
             effects=effects,
             aliases=aliases or {},
-            flops=flops,
             count_outputs=count_outputs,
         )
     )
+    FLOPS.register(op, flops)
+    return op

@@ -288,7 +288,6 @@ class OpDef:
         axes: from the node, its axis map in the notation of `graph.axes`, or NO_AXES.
         effects: see Effects.
         aliases: index of an output to the index of the input that it may be a view of.
-        flops: from the node, floating-point operations.
         count_outputs: (inputs, attributes) -> number of outputs, if it varies.
         host_eval: (node view, *inputs) -> outputs, on Python ints and tuples of ints, for size arithmetic; None: the op
             cannot be evaluated on the host.
@@ -313,7 +312,6 @@ class OpDef:
     axes: Callable[[NodeView], str]
     effects: Effects
     aliases: Mapping[int, int]
-    flops: Callable[[NodeView], Size]
     host_eval: Callable[..., Any] | None = None
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None
     shape_only_inputs: frozenset[str] = frozenset()

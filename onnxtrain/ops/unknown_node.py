@@ -18,7 +18,7 @@ from onnxtrain.errors import KernelError
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, type_of
-from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Kernel, NoBody, NodeView, OpDef, numel
+from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Kernel, NoBody, NodeView, OpDef
 from onnxtrain.ops.registry import define
 
 NAME = "Foreign"
@@ -91,6 +91,5 @@ define(
         axes=lambda n: NO_AXES,
         effects=Effects.HOST_SYNC,  # neither folded nor merged: its effects are unknown
         aliases={},
-        flops=lambda n: numel(n.node.outputs[0]),
     )
 )

@@ -21,8 +21,9 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of, set_type
-from onnxtrain.ops import Effects, definition_of, view
+from onnxtrain.ops import Effects, definition_of
 from onnxtrain.ops.definition import numel
+from onnxtrain.ops.interfaces.cost import flops_of
 from onnxtrain.ops.reshape.dims import expanded, inverse, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import permutation_to_front
 from onnxtrain.passes.rewriting import nodes_before
@@ -88,7 +89,7 @@ class Region:
 
     def saves_work(self) -> bool:
         """Return whether any of the nodes computes: selecting rows before views saves nothing."""
-        return any(definition_of(node).flops(view(node)) != 0 for node in self.nodes)
+        return any(flops_of(node) != 0 for node in self.nodes)
 
     def has_matmuls(self) -> bool:
         """Return whether any of the nodes is a matmul, which is worth copying the rows, forward and backward."""
@@ -100,7 +101,7 @@ _NOMINAL_SIZE = 64  # assumed for symbolic dimensions: those of the rows cancel 
 
 
 def _flops_per_element(node: ir.Node) -> float:
-    flops, elements = definition_of(node).flops(view(node)), numel(node.outputs[0])
+    flops, elements = flops_of(node), numel(node.outputs[0])
     symbol_values = dict.fromkeys(sizes.symbols(flops) | sizes.symbols(elements), _NOMINAL_SIZE)
     return sizes.evaluate(flops, symbol_values) / max(1, sizes.evaluate(elements, symbol_values))
 

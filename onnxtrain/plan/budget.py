@@ -24,8 +24,8 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.errors import MemoryBudgetError
-from onnxtrain.ops import definition_of
 from onnxtrain.ops.cost_model import expected_seconds, moving_seconds
+from onnxtrain.ops.interfaces.cost import flops_of
 from onnxtrain.plan.backward_stages import group_gradients
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.lifetimes import timeline
@@ -258,6 +258,6 @@ def node_seconds(node: ir.Node, storages: Storages) -> float:
     if all(storages.source(v) is not None for v in node.outputs):
         return 1e-6  # a view
     moved = sum(storages.bytes_of(v) for v in (*node.inputs, *node.outputs) if v is not None)
-    flops = storages.number(definition_of(node).flops(definition_of(node).view(node)))
+    flops = storages.number(flops_of(node))
     machine = current_machine()
     return moving_seconds(moved, machine) + expected_seconds("aten", flops, machine)

@@ -11,8 +11,9 @@ from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.host import host_values
 from onnxtrain.graph.values import dtype_of
-from onnxtrain.ops import definition_of, view
+from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import numel
+from onnxtrain.ops.interfaces.cost import flops_of
 from onnxtrain.report import Work
 
 
@@ -33,7 +34,7 @@ def count_work(graph: ir.Graph, symbol_values: Mapping[str, int]) -> Work:
         outputs = [v for v in node.outputs if traversal.is_used(v)]
         if all(v in on_host or view_source(node, v.index() or 0, definition) is not None for v in outputs):
             continue
-        own = sizes.evaluate(definition.flops(view(node)), symbol_values)
+        own = sizes.evaluate(flops_of(node), symbol_values)
         written = sum(_bytes(v, symbol_values) for v in outputs)
         read = sum(_bytes(v, symbol_values) for v in node.inputs if v is not None and v not in on_host)
         flops += own

@@ -19,6 +19,7 @@ from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import numel
+from onnxtrain.ops.interfaces.cost import flops_of
 from onnxtrain.plan.cut import Cut
 from onnxtrain.plan.recompute import RecomputeChoice, recomputable_nodes, recompute_inputs, replay_inputs
 
@@ -99,8 +100,7 @@ class _Search:
         """Whether a node does little work per element. An ATen op declares no work: it counts as expensive."""
         if self._host.issuperset(node.outputs):
             return False
-        definition = definition_of(node)
-        flops, elements = definition.flops(definition.view(node)), [numel(v) for v in node.outputs]
+        flops, elements = flops_of(node), [numel(v) for v in node.outputs]
         if any(not sizes.symbols(size) <= self._symbol_values.keys() for size in (flops, *elements)):
             return False
         written = sum(sizes.evaluate(size, self._symbol_values) for size in elements)

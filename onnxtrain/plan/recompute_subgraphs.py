@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from onnxtrain.log import LOG, warn
-from onnxtrain.ops import definition_of
+from onnxtrain.ops.interfaces.cost import flops_of
 from onnxtrain.options import Options, SubgraphConfig
 from onnxtrain.options.kinds import RECOMPUTE
 from onnxtrain.plan.budget import node_seconds
@@ -105,9 +105,8 @@ def _usable(parts: Cut, storages: Storages, mutated: Collection[ir.Value]) -> se
 
 
 def _is_cheap(node: ir.Node, storages: Storages) -> bool:
-    definition = definition_of(node)
     elements = sum(storages.bytes_of(v) / v.dtype.itemsize for v in node.outputs if v.dtype is not None)
-    return storages.number(definition.flops(definition.view(node))) <= _CHEAP_FLOPS * max(elements, 1)
+    return storages.number(flops_of(node)) <= _CHEAP_FLOPS * max(elements, 1)
 
 
 def _chain(value: ir.Value, parts: Cut, usable: set[ir.Node]) -> set[ir.Node]:

@@ -13,9 +13,10 @@ from onnxtrain import ORTModule
 from onnxtrain.autodiff import differentiate
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, set_type
-from onnxtrain.ops import builder, lookup, view
+from onnxtrain.ops import builder
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.definition import OPSET
+from onnxtrain.ops.interfaces.cost import flops_of
 from onnxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_backward
 
 ROWS, CLASSES = 32769, 65536  # 2^31 + 65536 elements
@@ -53,11 +54,7 @@ def test_sizes_and_costs_are_not_cut_off() -> None:
     """Sizes are Python integers: the element count of a graph does not overflow."""
     for rows, classes, size_values in ((ROWS, CLASSES, {}), ("n", "c", {"n": ROWS, "c": CLASSES})):
         model = loss_graph(rows, classes, "mean")
-        costs = [
-            sizes.evaluate(lookup(node.domain, node.op_type).flops(view(node)), size_values)
-            for node in model.graph
-            if node.domain == MICROSOFT
-        ]
+        costs = [sizes.evaluate(flops_of(node), size_values) for node in model.graph if node.domain == MICROSOFT]
         assert min(costs) > 2**31
 
 

@@ -21,6 +21,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.registry import define
@@ -79,9 +80,9 @@ def define_activation_grad(
             axes=lambda n: "..., ... -> ...",
             effects=Effects.NONE,
             aliases={},
-            flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
         )
     )
+    FLOPS.register(op, lambda n: sizes.multiply(flops, elementwise_flops(n)))
     IMAGES.register(op, Images(frozenset({"dy", saved, "dx"})))
     FUSIBLE.add(op)
     return op

@@ -23,6 +23,7 @@ from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.activation.constructors import scalar
 from onnxtrain.ops.constructors import broadcast_axes, define_fused, elementwise_flops
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.registry import define
@@ -85,9 +86,9 @@ GLU = define(
         axes=lambda n: _glu_axes(n, 1),
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(5, elementwise_flops(n)),
     )
 )
+FLOPS.register(GLU, lambda n: sizes.multiply(5, elementwise_flops(n)))
 GLU_GRAD = define(
     OpDef(
         domain=OWN,
@@ -104,9 +105,9 @@ GLU_GRAD = define(
         axes=lambda n: _glu_axes(n, 2),
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(8, elementwise_flops(n)),
     )
 )
+FLOPS.register(GLU_GRAD, lambda n: sizes.multiply(8, elementwise_flops(n)))
 
 
 # GatedActivation

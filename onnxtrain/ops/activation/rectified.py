@@ -36,6 +36,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.registry import define
@@ -296,9 +297,9 @@ PRELU = define(
         axes=lambda n: "..., ... -> ...",
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(2, elementwise_flops(n)),
     )
 )
+FLOPS.register(PRELU, lambda n: sizes.multiply(2, elementwise_flops(n)))
 # PReluGrad(dy, x, slope) -> dx, dslope, both of x's shape: the differentiator sums dslope to slope's shape.
 PRELU_GRAD = define(
     OpDef(
@@ -316,7 +317,7 @@ PRELU_GRAD = define(
         axes=lambda n: "..., ..., ... -> ..., ...",
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(4, elementwise_flops(n)),
     )
 )
+FLOPS.register(PRELU_GRAD, lambda n: sizes.multiply(4, elementwise_flops(n)))
 STOCK_KERNELS.implements(LEAKY_RELU, HARD_SIGMOID, HARD_SWISH)(not_double)

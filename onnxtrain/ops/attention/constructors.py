@@ -33,6 +33,7 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS
 from onnxtrain.ops.random.dropout import dropout_scale, drops_elements
 from onnxtrain.ops.random.keyed_bits import DROP_LEVELS
@@ -98,10 +99,10 @@ def define_attention(
             axes=axes,
             effects=Effects.RANDOM if dropout else Effects.NONE,
             aliases={},
-            flops=_flops(2, columns),
             nondiff_outputs=frozenset(outputs[1:]),
         )
     )
+    FLOPS.register(op, _flops(2, columns))
     SCALAR_FACTORS.register(op, score_factor)
     return op
 
@@ -124,7 +125,7 @@ def define_attention_grad(
     """
     requested = f"output_{fourth_gradient}" if fourth_gradient else ""
     optional = (f"{fourth_gradient}?",) if fourth_gradient else ()
-    return define(
+    op = define(
         OpDef(
             domain=OWN,
             name=name,
@@ -140,10 +141,11 @@ def define_attention_grad(
             axes=axes,
             effects=Effects.NONE,
             aliases={},
-            flops=_flops(4, columns),
             count_outputs=lambda inputs, values: 4 if values.get(requested) else 3,
         )
     )
+    FLOPS.register(op, _flops(4, columns))
+    return op
 
 
 def check_dropout_inputs(n: NodeView) -> None:

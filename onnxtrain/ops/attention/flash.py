@@ -41,6 +41,7 @@ from onnxtrain.ops.attention.scores import (
 from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS
 from onnxtrain.ops.matmul import constant_axes
 from onnxtrain.ops.native_kernels import may_compile
@@ -346,10 +347,10 @@ FLASH_ATTENTION = define(
         axes=_forward_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: _flops(n, 2),
         nondiff_outputs=frozenset({"logsumexp"}),
     )
 )
+FLOPS.register(FLASH_ATTENTION, lambda n: _flops(n, 2))
 SCALAR_FACTORS.register(FLASH_ATTENTION, score_factor)
 
 FLASH_ATTENTION_GRAD = define(
@@ -373,6 +374,6 @@ FLASH_ATTENTION_GRAD = define(
         axes=_backward_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: _flops(n, 5),
     )
 )
+FLOPS.register(FLASH_ATTENTION_GRAD, lambda n: _flops(n, 5))

@@ -34,6 +34,7 @@ from onnxtrain.ops.definition import (
     OpDef,
 )
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Formula, FormulaOf, affine_operands
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
@@ -369,7 +370,6 @@ SUM = define(
         axes=lambda n: f"{', '.join(['...'] * len(n.terms))} -> ...",
         effects=Effects.NONE,
         aliases={},
-        flops=elementwise_flops,
     )
 )
 
@@ -406,7 +406,7 @@ def _define_ternary(
     gradient: Gradient,
     attributes: dict[str, Any] | None = None,
 ) -> OpDef:
-    return define(
+    op = define(
         OpDef(
             domain=OWN,
             name=name,
@@ -422,9 +422,10 @@ def _define_ternary(
             axes=lambda n: "..., ..., ... -> ...",
             effects=Effects.NONE,
             aliases={},
-            flops=lambda n: sizes.multiply(3, elementwise_flops(n)),
         )
     )
+    FLOPS.register(op, lambda n: sizes.multiply(3, elementwise_flops(n)))
+    return op
 
 
 LERP = _define_ternary(

@@ -13,7 +13,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, is_float
 from onnxtrain.ops.body_parts import as_value, cast
-from onnxtrain.ops.constructors import define_binary, elementwise_flops
+from onnxtrain.ops.constructors import define_binary
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, FromTorch, Kernel, NodeView, OpDef
 from onnxtrain.ops.dtypes import comparison_dtype
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
@@ -146,7 +146,6 @@ def _define_predicate(
             axes=lambda n: "... -> ...",
             effects=Effects.NONE,
             aliases={},
-            flops=elementwise_flops,
         )
     )
 

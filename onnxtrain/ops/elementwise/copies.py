@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import elementwise_flops, same_as
+from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -35,6 +35,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.cpp import CPP, Array, Elementwise, Source, UnsupportedError
 from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Affine, Formula, FormulaOf
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
@@ -109,7 +110,6 @@ CAST = define(
         axes=lambda n: "... -> ...",
         effects=Effects.NONE,
         aliases={},
-        flops=elementwise_flops,
         preserves_elements=True,
     )
 )
@@ -189,7 +189,7 @@ def _define_copy(
     attributes: Mapping[str, Any] | None = None,
 ) -> OpDef:
     """Define an op y = x."""
-    return define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -205,12 +205,13 @@ def _define_copy(
             axes=lambda n: "... -> ...",
             effects=Effects.NONE,
             aliases=aliases,
-            flops=lambda n: 0,
             host_eval=lambda n, x: x,
             preserves_elements=True,
             moved_inputs=frozenset({"x"}),
         )
     )
+    FLOPS.register(op, lambda n: 0)
+    return op
 
 
 def _alias_call(n: NodeView, x: Any) -> Method:
@@ -277,10 +278,10 @@ OVERWRITTEN = define(
         axes=lambda n: "..., ... -> ...",
         effects=Effects.NONE,
         aliases={0: 1},
-        flops=lambda n: 0,
         shape_only_inputs=frozenset({"old"}),
     )
 )
+FLOPS.register(OVERWRITTEN, lambda n: 0)
 
 
 def _zeros_like(op: Builder, x: ir.Value) -> ir.Value:

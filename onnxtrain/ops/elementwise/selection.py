@@ -22,7 +22,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float
 from onnxtrain.ops.body_parts import as_value, promoted
-from onnxtrain.ops.constructors import define_unary, elementwise_flops, elementwise_on_host, same_as
+from onnxtrain.ops.constructors import define_unary, elementwise_on_host, same_as
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
@@ -85,7 +85,6 @@ WHERE = define(
         axes=lambda n: "..., ..., ... -> ...",
         effects=Effects.NONE,
         aliases={},
-        flops=elementwise_flops,
     )
 )
 CPP.register(WHERE, Elementwise("{0} ? {1} : {2}"))
@@ -168,7 +167,6 @@ def _define_extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any
             axes=lambda n: f"{', '.join(['...'] * len(n.terms))} -> ...",
             effects=Effects.NONE,
             aliases={},
-            flops=elementwise_flops,
             host_eval=_on_host(name),
         )
     )
@@ -269,7 +267,6 @@ CLIP = define(
         axes=_clamp_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=elementwise_flops,
     )
 )
 CLAMP = define(
@@ -293,7 +290,6 @@ CLAMP = define(
         axes=_clamp_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=elementwise_flops,
     )
 )
 

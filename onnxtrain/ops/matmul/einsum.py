@@ -22,6 +22,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.matmul import constant_axes, restrict_to_matmul_dtypes
 from onnxtrain.ops.registry import define
 
@@ -199,6 +200,6 @@ EINSUM = define(
         axes=_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(2, *_sizes_by_letter(n).values()),
     )
 )
+FLOPS.register(EINSUM, lambda n: sizes.multiply(2, *_sizes_by_letter(n).values()))

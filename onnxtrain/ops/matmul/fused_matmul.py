@@ -23,6 +23,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
@@ -153,9 +154,9 @@ FUSED_MATMUL = define(
         axes=_fused_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: matmul_flops(n.y, _fused_shapes(n)[0][-1]),
     )
 )
+FLOPS.register(FUSED_MATMUL, lambda n: matmul_flops(n.y, _fused_shapes(n)[0][-1]))
 
 
 @STOCK_KERNELS.implements(FUSED_MATMUL)

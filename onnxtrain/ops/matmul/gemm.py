@@ -21,6 +21,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
     INTEGERS,
@@ -116,6 +117,6 @@ GEMM = define(
         axes=_gemm_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[0 if n.transA else 1]),
     )
 )
+FLOPS.register(GEMM, lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[0 if n.transA else 1]))

@@ -20,6 +20,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
@@ -112,7 +113,7 @@ LINEAR = define(
         axes=lambda n: f"... k, n k{', n' * (n.b is not None)} -> ... n",
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.x)[-1]),
     )
 )
+FLOPS.register(LINEAR, lambda n: matmul_flops(n.y, sizes.dims_of(n.x)[-1]))
 SCALAR_FACTORS.register(LINEAR, lambda n: ScalarFactor(frozenset({"x"}), True, None) if n.b is None else None)

@@ -21,6 +21,7 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.ops.matmul.candidates import GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
@@ -174,7 +175,7 @@ MATMUL = define(
         axes=_matmul_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[-1]),
     )
 )
+FLOPS.register(MATMUL, lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[-1]))
 SCALAR_FACTORS.register(MATMUL, _factor)

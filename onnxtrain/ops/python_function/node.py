@@ -39,6 +39,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.in_place import MAY_KEEP_INPUTS
 from onnxtrain.ops.interfaces.recompute import OBJECT_OUTPUTS, REPEATABLE
 from onnxtrain.ops.python_function.call import MissingGradients, PythonCall
@@ -246,10 +247,10 @@ PYTHON_OP = define(
         axes=lambda n: "",
         effects=Effects.PYTHON | Effects.RANDOM,
         aliases={},  # an output may share an input's memory, but is no view of it for autograd
-        flops=lambda n: 0,
         count_outputs=lambda inputs, attributes: 1 + len(attributes.get("output_tensor_types") or ()),
     )
 )
+FLOPS.register(PYTHON_OP, lambda n: 0)
 OBJECT_OUTPUTS.register(PYTHON_OP, frozenset({"context"}))
 REPEATABLE.register(PYTHON_OP, lambda node: call_of(node).is_recomputable)
 
@@ -285,8 +286,8 @@ PYTHON_OP_GRAD = define(
         axes=lambda n: "",
         effects=Effects.PYTHON | Effects.RANDOM,
         aliases={},
-        flops=lambda n: 0,
         count_outputs=lambda inputs, attributes: sum(attributes["output_tensor_requires_grads"]),
     )
 )
+FLOPS.register(PYTHON_OP_GRAD, lambda n: 0)
 MAY_KEEP_INPUTS.add(PYTHON_OP, PYTHON_OP_GRAD)

@@ -29,6 +29,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.registry import define
 
@@ -285,7 +286,7 @@ MATMUL_BNB4 = define(
         axes=_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=_flops,
     )
 )
+FLOPS.register(MATMUL_BNB4, _flops)
 STOCK_KERNELS.register(MATMUL_BNB4, _has_stock_kernel)

@@ -29,7 +29,6 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, constant_of, dtype_of, is_float, type_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import elementwise_flops
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -43,6 +42,7 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.index.creation import filled
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.recompute import REPLAYS, Replay
 from onnxtrain.ops.random.keyed_bits import DROP_LEVELS, keep_mask, sample_key
 from onnxtrain.ops.registry import define
@@ -240,7 +240,6 @@ DROPOUT = define(
         axes=_dropout_axes,
         effects=Effects.RANDOM,
         aliases={},
-        flops=elementwise_flops,
     )
 )
 REPLAYS.register(DROPOUT, Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)))
@@ -276,7 +275,7 @@ def _grad_flops(n: NodeView) -> Size:
     return sizes.multiply(2, numel(n.dy))
 
 
-define(
+DROPOUT_GRAD = define(
     OpDef(
         domain=MICROSOFT,
         name="DropoutGrad",
@@ -300,6 +299,6 @@ define(
         axes=_grad_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=_grad_flops,
     )
 )
+FLOPS.register(DROPOUT_GRAD, _grad_flops)

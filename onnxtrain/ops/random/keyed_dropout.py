@@ -34,6 +34,7 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.interfaces.addends import OUTPUT_ADDENDS
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.random.dropout import drop_ratio, dropout_scale
@@ -71,9 +72,9 @@ DROPOUT_KEY = define(
         axes=no_axes,
         effects=Effects.RANDOM,
         aliases={},
-        flops=lambda n: 2,
     )
 )
+FLOPS.register(DROPOUT_KEY, lambda n: 2)
 
 
 # KeyedDropout
@@ -168,7 +169,7 @@ KEYED_DROPOUT = define(
         axes=no_axes,  # the bits of an element depend on its index
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)),
     )
 )
+FLOPS.register(KEYED_DROPOUT, lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)))
 OUTPUT_ADDENDS.register(KEYED_DROPOUT, "residual")

@@ -23,7 +23,6 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import elementwise_flops
 from onnxtrain.ops.definition import (
     DEVICE,
     NOT_DIFFERENTIABLE,
@@ -68,7 +67,6 @@ def _define_random(
             axes=lambda n: NO_AXES,
             effects=Effects.RANDOM,
             aliases={},
-            flops=elementwise_flops,
         )
     )
 

@@ -28,7 +28,6 @@ from onnxtrain.ops.constructors import (
     broadcast_axes,
     define_by_body,
     define_fused,
-    elementwise_flops,
     no_axes,
 )
 from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
@@ -184,7 +183,6 @@ BITMASK_DROPOUT = define(
         axes=lambda n: NO_AXES,  # a word spans several rows
         effects=Effects.RANDOM,
         aliases={},
-        flops=elementwise_flops,
     )
 )
 REPLAYS.register(BITMASK_DROPOUT, Replay(("mask",), lambda op, n, mask: _masked_nodes(op, n, n.x, mask)))

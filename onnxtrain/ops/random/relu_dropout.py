@@ -33,6 +33,7 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
@@ -136,9 +137,9 @@ RELU_DROPOUT = define(
         axes=no_axes,  # the bits of an element depend on its index
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(3, numel(n.x)),
     )
 )
+FLOPS.register(RELU_DROPOUT, lambda n: sizes.multiply(3, numel(n.x)))
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -175,7 +176,7 @@ RELU_DROPOUT_GRAD = define(
         axes=lambda n: "..., ... -> ...",
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(2, numel(n.y)),
     )
 )
+FLOPS.register(RELU_DROPOUT_GRAD, lambda n: sizes.multiply(2, numel(n.y)))
 IMAGES.register(RELU_DROPOUT_GRAD, Images(frozenset({"dy", "y", "dx"})))

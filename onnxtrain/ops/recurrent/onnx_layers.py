@@ -38,6 +38,7 @@ from onnxtrain.ops.definition import (
     NodeView,
     OpDef,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.recurrent import direction_bodies
 from onnxtrain.ops.recurrent.cells import CELLS, GRU, LSTM, RNN, Cell
 from onnxtrain.ops.recurrent.direction_bodies import Direction
@@ -342,7 +343,7 @@ def _define(cell: Cell) -> None:
     gradient: Callable[..., Grads] = _gradient_from_saved if cell is RNN else _gradient_by_recomputing
     outputs = ("y", "y_h", "y_c")[: 1 + len(_initial_names(cell))]
     reads = ("x", "w", "r", "b", "sequence_lens", *_initial_names(cell), "y")
-    define(
+    op = define(
         OpDef(
             **_common(cell),
             domain=ONNX,
@@ -354,10 +355,10 @@ def _define(cell: Cell) -> None:
             gradient=(Gradient(lambda op, n, *cotangents: gradient(op, cell, n, *cotangents), reads=reads),),
             nondiff_inputs=frozenset({"sequence_lens"}),
             kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values), synchronizes=_has_lengths),),
-            flops=lambda n: _flops(cell, n, 1),
         )
     )
-    define(
+    FLOPS.register(op, lambda n: _flops(cell, n, 1))
+    op = define(
         OpDef(
             **_common(cell),
             domain=_grad_domain(cell),
@@ -369,16 +370,16 @@ def _define(cell: Cell) -> None:
             gradient=NOT_DIFFERENTIABLE,
             nondiff_inputs=frozenset(),
             kernels=(Kernel(lower=lambda n, *values: _lower_grad(cell, n, *values), synchronizes=_has_lengths),),
-            flops=lambda n: _flops(cell, n, 2),
         )
     )
+    FLOPS.register(op, lambda n: _flops(cell, n, 2))
 
 
 def _define_training(cell: Cell) -> None:
     last = ("y", "y_h", "y_c")[: 1 + len(_initial_names(cell))]
     saved = ("states", "iofc") if cell is LSTM else ("zrh",)
     optional = tuple(f"{name}?" for name in saved)
-    define(
+    op = define(
         OpDef(
             **_common(cell),
             domain=MICROSOFT,
@@ -395,10 +396,10 @@ def _define_training(cell: Cell) -> None:
             ),
             nondiff_inputs=frozenset({"sequence_lens"}),
             kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values), synchronizes=_has_lengths),),
-            flops=lambda n: _flops(cell, n, 1),
             nondiff_outputs=frozenset(saved),
         )
     )
+    FLOPS.register(op, lambda n: _flops(cell, n, 1))
 
 
 for _cell in CELLS:

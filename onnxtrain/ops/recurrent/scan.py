@@ -22,6 +22,7 @@ from onnxtrain.graph.values import ONNX, TensorType, dtype_of, normalize_axis, r
 from onnxtrain.ops.constructors import no_axes
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.registry import builder, define, definition_of
 
 # (builder of the body, states, slices) -> (states, outputs)
@@ -159,7 +160,7 @@ class Loop:
         return torch.from_numpy(value.const_value.numpy().copy())
 
 
-define(
+SCAN = define(
     OpDef(
         domain=ONNX,
         name="Scan",
@@ -182,7 +183,7 @@ define(
         axes=no_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: sizes.multiply(_steps(n), *(numel(v) for v in n.body.outputs)),
         count_outputs=_output_count,
     )
 )
+FLOPS.register(SCAN, lambda n: sizes.multiply(_steps(n), *(numel(v) for v in n.body.outputs)))

@@ -27,6 +27,7 @@ from onnxtrain.ops.body_parts import cast, empty_saved_value, reshaped
 from onnxtrain.ops.constructors import no_axes
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.gradient_masks import output_mask
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.recurrent import compiled_lstm, direction_bodies, layer_kernels
 from onnxtrain.ops.recurrent.cells import CELLS, LSTM, RNN, Cell
@@ -266,7 +267,7 @@ def _define(cell: Cell) -> None:
         "effects": Effects.NONE,
         "aliases": {},
     }
-    define(
+    op = define(
         OpDef(
             **common,
             name=f"{cell.name}Layer",
@@ -282,11 +283,11 @@ def _define(cell: Cell) -> None:
                 ),
             ),
             kernels=(Kernel(lower=lambda n, *values: _lower(cell, n, *values)),),
-            flops=lambda n: _flops(cell, n, 1),
             count_outputs=lambda inputs, attributes: _output_count(cell, inputs),
         )
     )
-    define(
+    FLOPS.register(op, lambda n: _flops(cell, n, 1))
+    op = define(
         OpDef(
             **common,
             name=f"{cell.name}LayerGrad",
@@ -297,10 +298,10 @@ def _define(cell: Cell) -> None:
             body=lambda op, n: _grad_body(op, cell, n),
             gradient=NOT_DIFFERENTIABLE,
             kernels=(Kernel(lower=lambda n, *values: _lower_grad(cell, n, *values)),),
-            flops=lambda n: _flops(cell, n, 2),
             count_outputs=lambda inputs, attributes: _grad_output_count(cell, inputs),
         )
     )
+    FLOPS.register(op, lambda n: _flops(cell, n, 2))
 
 
 for _cell in CELLS:

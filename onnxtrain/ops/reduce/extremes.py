@@ -31,6 +31,7 @@ from onnxtrain.ops.definition import (
     OpDef,
     numel,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
     axes_from_dim,
@@ -207,7 +208,7 @@ def _arg_extreme_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
 
 
 def _define_arg_extreme(name: str, domain: str, function: Any, from_torch: Mapping[str, FromTorch], body: Any) -> None:
-    define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -223,9 +224,9 @@ def _define_arg_extreme(name: str, domain: str, function: Any, from_torch: Mappi
             axes=lambda n: axis_map_over(n, _axis_of(n), bool(n.keepdims)),
             effects=Effects.NONE,
             aliases={},
-            flops=lambda n: numel(n.x),
         )
     )
+    FLOPS.register(op, lambda n: numel(n.x))
 
 
 for _name, _function in (("ArgMax", torch.argmax), ("ArgMin", torch.argmin)):
@@ -276,7 +277,7 @@ def _dim_axes(n: NodeView) -> str:
 
 
 def _define_dim_extreme(name: str, function: Any) -> None:
-    define(
+    op = define(
         OpDef(
             domain=OWN,
             name=f"{name}Dim",
@@ -292,9 +293,9 @@ def _define_dim_extreme(name: str, function: Any) -> None:
             axes=_dim_axes,
             effects=Effects.NONE,
             aliases={},
-            flops=lambda n: numel(n.x),
         )
     )
+    FLOPS.register(op, lambda n: numel(n.x))
 
 
 _define_dim_extreme("Max", torch.max)

@@ -28,6 +28,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.registry import define
 
@@ -145,9 +146,9 @@ def define_reduction(
             axes=axis_map,
             effects=Effects.NONE,
             aliases={},
-            flops=lambda n: numel(n.x),
         )
     )
+    FLOPS.register(op, lambda n: numel(n.x))
     FUSIBLE.add(op)
     return op
 

@@ -22,6 +22,7 @@ from onnxtrain.ops.body_parts import cast
 from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import STANDARD, Call, Effects, Gradient, Kernel, Method, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Formula, FormulaOf, affine
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.reduce.over_axes import (
@@ -149,9 +150,9 @@ SUM_TO = define(
         axes=lambda n: "",
         effects=Effects.NONE,
         aliases={0: 0},
-        flops=lambda n: numel(n.x),
     )
 )
+FLOPS.register(SUM_TO, lambda n: numel(n.x))
 
 
 # ReduceMean
@@ -299,9 +300,9 @@ CUM_SUM = define(
         axes=_cumsum_axes,
         effects=Effects.NONE,
         aliases={},
-        flops=lambda n: numel(n.x),
     )
 )
+FLOPS.register(CUM_SUM, lambda n: numel(n.x))
 
 
 @ELEMENT_FORMULAS.implements(CUM_SUM)

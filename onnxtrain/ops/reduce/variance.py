@@ -15,6 +15,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of
 from onnxtrain.ops.definition import Call, Effects, FromTorch, Gradient, Kernel, NodeView, OpDef, numel
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.reduce.over_axes import (
     Dims,
     axes_from_dim,
@@ -141,7 +142,7 @@ def _define_with_mean(
             terms.append(mean_gradient(op, n, dmean))
         return (op.Add(*terms) if len(terms) == 2 else terms[0], None)[: len(n.node.inputs)]
 
-    return define(
+    op = define(
         OpDef(
             domain=OWN,
             name=name,
@@ -157,9 +158,10 @@ def _define_with_mean(
             axes=lambda n: f"{axis_map(n)}, {axis_map(n).split('->')[1]}",
             effects=Effects.NONE,
             aliases={},
-            flops=lambda n: sizes.multiply(4, numel(n.x)),
         )
     )
+    FLOPS.register(op, lambda n: sizes.multiply(4, numel(n.x)))
+    return op
 
 
 REDUCE_VAR_MEAN = _define_with_mean("ReduceVarMean", "var_mean", torch.var_mean, _var_body, _var_gradient, ("x",))

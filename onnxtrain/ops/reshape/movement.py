@@ -23,6 +23,7 @@ from onnxtrain.ops.definition import (
     OpDef,
     Standard,
 )
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.registry import define
 
 NO_NAMES: frozenset[str] = frozenset()
@@ -58,7 +59,7 @@ def define_movement(
     `host_inputs` as Python ints. `gradient` is the rule, which reads the elements of `reads`, or None if the op is not
     differentiable. `view` says whether the first output may be a view of the first input.
     """
-    return define(
+    op = define(
         OpDef(
             domain=domain,
             name=name,
@@ -74,7 +75,6 @@ def define_movement(
             axes=axes,
             effects=effects,
             aliases={0: 0} if view else {},
-            flops=lambda n: 0,
             host_eval=host_eval,
             count_outputs=count_outputs,
             shape_only_inputs=shape_only_inputs,
@@ -82,6 +82,8 @@ def define_movement(
             moved_inputs=moved_inputs,
         )
     )
+    FLOPS.register(op, lambda n: 0)
+    return op
 
 
 def constant_ints(value: ir.Value, use: str) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
@@ -91,9 +92,9 @@ def _define_softmax(
             axes=_row_axes,
             effects=Effects.NONE,
             aliases={},
-            flops=_flops,
         )
     )
+    FLOPS.register(op, _flops)
     FUSIBLE.add(op)
     return op
 
@@ -191,9 +192,9 @@ def _define_gradient(name: str, kernel: Callable[..., Any], body: Callable[[Buil
             axes=_row_axes,
             effects=Effects.NONE,
             aliases={},
-            flops=_flops,
         )
     )
+    FLOPS.register(op, _flops)
     FUSIBLE.add(op)
     return op
 
