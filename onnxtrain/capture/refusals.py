@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -124,8 +124,7 @@ def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -
     hooks = [
         f"{name or 'the module itself'} ({kind})"
         for name, submodule in (named[1:] if hooks_run_outside else named)
-        for attribute, kind in _HOOKS.items()
-        if not all(map(_is_harmless, getattr(submodule, attribute).values()))
+        for kind in dict.fromkeys(kind for kind, _ in uncapturable_hooks(submodule))
     ]
     if hooks:
         raise CaptureError(
@@ -198,6 +197,14 @@ def runs_in_graph(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a hook of onnxtrain's that can be captured: its operators become part of the graph."""
     hook._onnxtrain_runs_in_graph = True  # type: ignore[attr-defined]  # read below
     return hook
+
+
+def uncapturable_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the kind and the function of each hook of a module, without its submodules, that a graph would not run."""
+    for attribute, kind in _HOOKS.items():
+        for hook in getattr(module, attribute).values():
+            if not _is_harmless(hook):
+                yield kind, hook
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:

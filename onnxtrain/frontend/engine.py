@@ -119,6 +119,10 @@ def _no_guards(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
+def _always_capture() -> None:
+    return None
+
+
 _MOST_FIRST_CALLS = 4  # with one key, in which forward changes the module so that the next call is another graph
 _MOST_PATIENCE = 256  # making a fast path takes as long as a hundred calls without it
 
@@ -137,6 +141,7 @@ class EntryPoint:
         is_part: whether the module is only part of the user's model, so that its first graph is one of several.
         is_piece: whether the module is a piece between graph breaks: the user was warned, so failures are only logged.
         twins: units of other modules that can be reused if the graph is the same, by their other dependencies.
+        instead_of_capture: called before a capture; returns another way to run the call, if there is a better one now.
     """
 
     in_torch: Call | None = None
@@ -145,6 +150,7 @@ class EntryPoint:
     is_part: bool = False
     is_piece: bool = False
     twins: dict[Any, list[Compiled]] = field(default_factory=dict)
+    instead_of_capture: Callable[[], Call | None] = _always_capture
 
 
 class Engine:
@@ -194,6 +200,8 @@ class Engine:
             return self._run(fallback, args, kwargs)
         entry, inputs = self._find(key, tensors)
         if entry is None:
+            if (other := self._entry_point.instead_of_capture()) is not None:
+                return other(*args, **kwargs)
             try:
                 entry, inputs = self._find_or_compile(key, tensors, structure)
             except ORTModuleFallbackException as error:

@@ -25,8 +25,11 @@ import torch
 from onnxtrain.capture.refusals import refuse_module
 from onnxtrain.capture.source_location import depth_of_caller, hide_own_frames
 from onnxtrain.errors import ORTModuleTorchModelException
+from onnxtrain.frontend import zero3
+from onnxtrain.frontend.blocks import blocks_of, reason_of_hooks
 from onnxtrain.frontend.dynamo import pieces
 from onnxtrain.frontend.engine import Engine, EntryPoint, set_up
+from onnxtrain.frontend.region import install_in
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.options.debug_options import DebugOptions
 from onnxtrain.report import CompileReport
@@ -122,9 +125,13 @@ class ORTModule(torch.nn.Module):
         self.__dict__["_torch_module"] = module
         self.__dict__["_forwards"] = {}
         self.__dict__["_options"] = options
-        engine = self.__dict__["_engine"] = Engine(
-            module, options, EntryPoint(pieces=pieces(options), is_part=self._is_part)
+        for region in self.__dict__.get("_regions", ()):
+            region.remove()
+        self.__dict__["_regions"] = []
+        entry_point = EntryPoint(
+            pieces=pieces(options), is_part=self._is_part, instead_of_capture=self._instead_of_capture
         )
+        engine = self.__dict__["_engine"] = Engine(module, options, entry_point)
         self.__dict__["_run"] = set_up(engine, type(module).__name__, options)
 
     @property
@@ -143,9 +150,22 @@ class ORTModule(torch.nn.Module):
             hide_own_frames(error)
             raise
 
+    def _instead_of_capture(self) -> Callable[..., Any] | None:
+        """How to run a call if hooks, such as those of FSDP2 and ZeRO stage 3, must run between parts of the module."""
+        blocks = blocks_of(self.module)
+        if (reason := reason_of_hooks(blocks)) is not None:
+            self.__dict__["_regions"] = install_in(blocks.values(), self.__dict__["_options"], reason)
+            self.__dict__["_run"] = lambda args, kwargs: self.module(*args, **kwargs)
+            return self.module
+        if zero3.gathers_by_submodule(self.module):
+            zero3.make_leaf(self.module)
+            return zero3.gathered(self.module, engine_of(self))
+        return None
+
     def report(self) -> CompileReport:
         """The report of the newest compilation: what each stage did. Raises RuntimeError before the first call."""
-        return engine_of(self).newest().report
+        reports = [report for r in self.__dict__["_regions"] if (report := r.region("").compiled) is not None]
+        return reports[-1] if reports else engine_of(self).newest().report
 
     def load_options(self, path: str | os.PathLike[str]) -> None:
         """Read options from a JSON file. They override those of the code; environment variables override them.
@@ -223,7 +243,9 @@ class ORTModule(torch.nn.Module):
     # A copy or pickle holds the module and the options; graphs are compiled again.
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = {*_SHARED, "_engine", "_run", "_torch_module", "_options", "_forwards", "_compiled_call_impl"}
+        rebuilt = {
+            *_SHARED, "_engine", "_run", "_torch_module", "_options", "_forwards", "_regions", "_compiled_call_impl",
+        }  # fmt: skip
         own = {k: v for k, v in self.__dict__.items() if k not in rebuilt}
         return {"own": own, "module": self.module, "options": self.__dict__["_options"]}
 

@@ -10,32 +10,25 @@ that work block by block with hooks (FSDP's all-gathers, DDP's buckets, statisti
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from onnxtrain.capture.export.patches import is_capturing
 from onnxtrain.capture.refusals import refuse_module
-from onnxtrain.capture.source_location import hide_own_frames
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
-from onnxtrain.execute.compiled import Compiled
-from onnxtrain.frontend.dynamo import pieces
-from onnxtrain.frontend.engine import Call, Engine, EntryPoint, set_up
+from onnxtrain.frontend.blocks import blocks_of, reason_of_hooks
+from onnxtrain.frontend.engine import Call
 from onnxtrain.frontend.ort_module import ORTModule
+from onnxtrain.frontend.region import KEY, RegionForward, Twins, install_in
 from onnxtrain.options import Options
-from onnxtrain.report import PrepareReport, Region
+from onnxtrain.report import PrepareReport
 from onnxtrain.system import ranks
 from onnxtrain.torch_compat.dynamo import untraced
 
 M = TypeVar("M", bound=torch.nn.Module)
 Regional = bool | Literal["auto"]
-
-_KEY = "_onnxtrain_forward"
-_LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
@@ -45,8 +38,8 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
         model: any `nn.Module`. Its class, `state_dict` keys, the signature of forward and all methods are unchanged.
         regional: True captures one graph for each repeated block (the layers of a transformer), False one graph of the
             whole model. "auto" captures the whole model, or blocks if several processes train the model together or
-            blocks have hooks: at the first call, or once there is a process group. `report_of` gives the choice and
-            the reason.
+            blocks have hooks. It decides at the first call, and again once there is a process group or an engine such
+            as FSDP2 has wrapped the blocks. `report_of` gives the choice and the reason.
         **options: any field of `onnxtrain.Options`.
 
     Returns:
@@ -81,15 +74,13 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
 
 
 def _install(model: torch.nn.Module, regional: Regional, settings: Options) -> None:
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     by_block, reason = _choose_regional(regional, model, blocks)
-    twins = Twins()
-    if not by_block:
-        forward = _AutoForward if regional == "auto" and blocks else _Forward
-        forward(model, settings, twins, reason).install()
-        return
-    for block in blocks.values():
-        _Forward(block, settings, twins, reason).install()
+    if by_block:
+        install_in(blocks.values(), settings, reason)
+    else:
+        forward = _AutoForward if regional == "auto" and blocks else RegionForward
+        forward(model, settings, Twins(), reason).install()
 
 
 def unprepare(model: M) -> M:
@@ -115,41 +106,18 @@ def report_of(model: torch.nn.Module) -> PrepareReport:
     return PrepareReport(first.module is not model, first.reason, regions)
 
 
-def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, _Forward]]:
+def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, RegionForward]]:
     for name, module in list(model.named_modules()):
-        forward = module.__dict__.get(_KEY)
-        if isinstance(forward, _Forward):
+        forward = module.__dict__.get(KEY)
+        if isinstance(forward, RegionForward):
             yield name, forward
 
 
 # As a whole or block by block
 
 
-def _blocks(model: torch.nn.Module, path: str = "") -> dict[str, torch.nn.Module]:
-    """The outermost repeated modules, by path: two or more of one class in a list."""
-    blocks: dict[str, torch.nn.Module] = {}
-    for name, child in model.named_children():
-        child_path = f"{path}.{name}" if path else name
-        members = dict(child.named_children())
-        if isinstance(child, _LISTS) and len(members) > 1 and _are_blocks(list(members.values())):
-            blocks |= {f"{child_path}.{index}": member for index, member in members.items()}
-        else:
-            blocks |= _blocks(child, child_path)
-    return blocks
-
-
-def _are_blocks(members: list[torch.nn.Module]) -> bool:
-    """Whether the modules are of one class and have several layers each: a graph of a single layer saves no time."""
-    return len({type(m) for m in members}) == 1 and all(_is_block(m) for m in members)
-
-
-def _is_block(module: torch.nn.Module) -> bool:
-    layers = [m for m in module.modules() if m is not module and any(True for _ in m.parameters(recurse=False))]
-    return len(layers) > 1
-
-
 def _choose_regional(
-    regional: Regional, model: torch.nn.Module, blocks: dict[str, torch.nn.Module]
+    regional: Regional, model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]
 ) -> tuple[bool, str]:
     """Whether to prepare the model block by block, and the reason."""
     if regional not in (True, False, "auto"):
@@ -168,137 +136,30 @@ def _choose_regional(
         return False, "the model has no repeated blocks"
     if ranks.world_size() > 1:
         return True, "several processes train it: gradients of one block are exchanged while others are computed"
-    hooked = next((name for name, module in blocks.items() for n in _HOOKS if getattr(module, n)), None)
-    if hooked is not None:
-        return True, f"blocks have hooks, which run around the graph of their block ({hooked})"
+    if (reason := reason_of_hooks(blocks)) is not None:
+        return True, reason
     return False, "one process trains it, and no block has hooks"
 
 
-# The forward that replaces the module's own
-
-
-class Twins(dict[Any, list[Compiled]]):
-    """The compiled units of one model's blocks; blocks with the same graph share one. A copy starts empty."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Twins, ()
-
-
-class _Forward:
-    """Replaces a module's forward. It looks like a bound method, because libraries read `forward.__func__`.
-
-    Attributes:
-        module: the module.
-        options: as passed to `prepare`.
-        reason: why this module is a region.
-        previous_forward: the instance attribute that it replaced; None if the module used the forward of its class.
-        __signature__, __func__, __self__: read by `inspect` and by other wrappers of forward.
-    """
-
-    # No __dict__: a capture compares the __dict__ of a module's attributes.
-    __slots__ = (
-        *("__func__", "__signature__", "_engine", "_run", "_twins", "module", "options", "previous_forward", "reason"),
-    )
-    __name__ = "forward"
-
-    def __init__(self, module: torch.nn.Module, options: Options, twins: Twins, reason: str) -> None:
-        self._set_up((module, options, twins, reason, module.__dict__.get("forward")))
-
-    def _set_up(self, state: tuple[torch.nn.Module, Options, Twins, str, Call | None]) -> None:
-        self.module, self.options, self._twins, self.reason, self.previous_forward = state
-        entry_point = EntryPoint(in_torch=self.in_torch, pieces=pieces(self.options), twins=self._twins)
-        self._engine = Engine(self.module, self.options, entry_point)
-        self._run = set_up(self._engine, type(self.module).__name__, self.options)
-        self.__signature__ = inspect.signature(self.previous_forward or type(self.module).forward.__get__(self.module))
-        self.__func__ = _function(self.__signature__)
-
-    def install(self) -> None:
-        """Replace the module's forward."""
-        self.module.__dict__["forward"] = self.module.__dict__[_KEY] = self
-
-    def remove(self) -> None:
-        """Restore the module's own forward. A wrapper that holds this object calls the module's own from now on."""
-        own = self.module.__dict__
-        if own.get("forward") is not self:
-            own[_KEY] = self.in_torch
-            return
-        del own[_KEY], own["forward"]
-        if self.previous_forward is not None:
-            own["forward"] = self.previous_forward
-
-    @property
-    def __self__(self) -> torch.nn.Module:
-        return self.module
-
-    @untraced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._run(args, kwargs)
-        except Exception as error:
-            hide_own_frames(error)
-            raise
-
-    def in_torch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
-        if self.previous_forward is not None:
-            return self.previous_forward(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def region(self, name: str) -> Region:
-        """The module's entry in the report."""
-        engine = self._engine
-        kind = type(self.module).__name__
-        if not engine.captures:
-            return Region(name, kind)
-        return Region(name, kind, engine.newest().is_shared, engine.newest().report)
-
-    # A copy or pickle holds the module and the options; graphs are compiled again.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        result = type(self).__new__(type(self))
-        memo[id(self)] = result
-        result.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self).__new__, (type(self),), self.__getstate__()
-
-    def __getstate__(self) -> Any:
-        return (self.module, self.options, self._twins, self.reason, self.previous_forward)
-
-    __setstate__ = _set_up
-
-
-class _AutoForward(_Forward):
+class _AutoForward(RegionForward):
     """A whole model's forward under regional="auto". It gives way to the model's blocks if they turn out better."""
 
-    __slots__ = ("_called",)
-
-    def _set_up(self, state: tuple[torch.nn.Module, Options, Twins, str, Call | None]) -> None:
-        super()._set_up(state)
-        self._called = False
-
-    __setstate__ = _set_up
+    __slots__ = ()
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (not self._called or ranks.world_size() > 1) and not is_capturing():
-            self._called = True
-            if _choose_regional("auto", self.module, _blocks(self.module))[0]:
-                if self.module.__dict__.get(_KEY) is self:  # else this object is called by one that holds it
-                    self.remove()
-                    _install(self.module, "auto", self.options)
-                return self.in_torch(*args, **kwargs)
+        if ranks.world_size() > 1 and not is_capturing():
+            return self._by_block()(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
+    def instead_of_capture(self) -> Call | None:
+        if _choose_regional("auto", self.module, blocks_of(self.module))[0]:
+            return self._by_block()
+        return super().instead_of_capture()
 
-def _function(signature: inspect.Signature) -> Call:
-    """The `__func__` of the forward: a function of (module, ...) that calls the prepared forward of that module."""
-
-    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return module.__dict__[_KEY](*args, **kwargs)
-
-    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [self_parameter, *signature.parameters.values()]
-    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # inspect reads it
-    return forward
+    def _by_block(self) -> Call:
+        """Install graphs of the blocks in place of this one; return the forward that calls the blocks."""
+        if self.module.__dict__.get(KEY) is self:  # else this object is called by one that holds it
+            self.remove()
+            _install(self.module, "auto", self.options)
+        return self.in_torch

@@ -40,7 +40,7 @@ VARIABLES: Mapping[str, WithoutEffect] = {
         "autograd functions are identified by module and qualified name, so none has to be skipped."
     ),
     "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": WithoutEffect("a capture does not modify the module, so needs no copy."),
-    "ORTMODULE_ENABLE_ZERO_STAGE3": WithoutEffect("DeepSpeed's ZeRO stage 3 is not supported: use stage 1 or 2."),
+    "ORTMODULE_ENABLE_ZERO_STAGE3": WithoutEffect("modules run as graphs under DeepSpeed's ZeRO stage 3 without it."),
     "ORTMODULE_TRITON_CONFIG_FILE": WithoutEffect(
         "operator definitions say what a fused region may contain; turn fusion on and off with the option regions."
     ),

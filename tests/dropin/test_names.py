@@ -50,5 +50,3 @@ def test_names_that_work_can_be_called(path: str) -> None:
 def test_removed_names_give_the_alternative() -> None:
     with pytest.raises(NotImplementedError, match=r"torch\.library\.triton_op"):
         found("ort_triton.register_triton_kernel")(len)
-    with pytest.raises(RuntimeError, match="DeepSpeed"):
-        found("utils.hooks.configure_ort_compatible_zero_stage3")()

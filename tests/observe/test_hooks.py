@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,7 +269,29 @@ def test_runs_without_a_common_step(tmp_path: Path) -> None:
         merge(tmp_path / "pt", tmp_path / "ort", tmp_path / "m")
 
 
-def test_zero_stage_3_is_refused() -> None:
-    for ask in (configure_ort_compatible_zero_stage3, ZeROOffloadSubscriber):
-        with pytest.raises(RuntimeError, match=r"DeepSpeed is not installed|not supported"):
-            ask()
+def test_configuring_zero_stage_3_writes_statistics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="DeepSpeed is not installed"):
+        configure_ort_compatible_zero_stage3()
+
+    class DeepSpeedZeRoOffload:  # stands in for DeepSpeed's
+        def __init__(self, module: torch.nn.Module) -> None:
+            self.module = module
+            self.setup_zero_stage3_hooks()
+
+        def setup_zero_stage3_hooks(self) -> None:
+            self.is_set_up = True
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "deepspeed" or None)
+    offload_module = SimpleNamespace(DeepSpeedZeRoOffload=DeepSpeedZeRoOffload)
+    monkeypatch.setattr("importlib.import_module", lambda name: offload_module)
+    configure_ort_compatible_zero_stage3()
+    DeepSpeedZeRoOffload(torch.nn.Linear(2, 2)).module(torch.ones(1, 2))
+    assert not list(tmp_path.iterdir())
+    configure_ort_compatible_zero_stage3(debug=True, stats_output_dir=tmp_path, stats_overwrite=True)
+    offload = DeepSpeedZeRoOffload(torch.nn.Linear(2, 2))
+    offload.module(torch.ones(1, 2))
+    assert offload.is_set_up
+    assert {file.name for file in (tmp_path / "step_0").iterdir()} == {"order.txt", "Linear_0_0th_output_forward"}
+    SubscriberManager().subscribe(offload.module, [ZeROOffloadSubscriber(offload)])
+    assert offload.module(torch.ones(1, 2)).shape == (1, 2)

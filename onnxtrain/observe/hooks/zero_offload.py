@@ -1,32 +1,64 @@
-"""ZeRO stage 3 under subscribers: refused, with the reason."""
+"""The predecessor's switches for DeepSpeed's ZeRO stage 3. Modules run as graphs under it without them."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from typing import NoReturn
+import os
+from typing import Any
 
 from onnxtrain.errors import OnnxTrainError
+from onnxtrain.observe.hooks.manager import SubscriberManager
+from onnxtrain.observe.hooks.statistics import StatisticsSubscriber
+from onnxtrain.observe.hooks.subscriber import SubscriberBase
+
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 
 
 class ZeROStage3Error(OnnxTrainError, RuntimeError):
-    """DeepSpeed's ZeRO stage 3 was asked for."""
+    """ZeRO stage 3 was configured, and DeepSpeed is not installed."""
 
 
 def configure_ort_compatible_zero_stage3(
-    debug: bool = False, stats_output_dir: str = "./", stats_overwrite: bool = False
-) -> NoReturn:
-    """Not possible.
+    debug: bool = False, stats_output_dir: str | os.PathLike[str] = "./", stats_overwrite: bool = False
+) -> None:
+    """Write statistics of the models that DeepSpeed trains with ZeRO stage 3 from now on, if `debug` is set.
+
+    There is nothing else to configure: DeepSpeed's own hooks gather the parameters of a block, around its graph. Run
+    once in PyTorch and once with onnxtrain to compare the two (`merge_activation_summary`).
+
+    Args:
+        debug: whether to subscribe a `StatisticsSubscriber` to each such model; it cannot be unset.
+        stats_output_dir: the folder of the statistics.
+        stats_overwrite: whether to empty an existing folder.
 
     Raises:
-        ZeROStage3Error: always; it is a RuntimeError.
+        ZeROStage3Error: DeepSpeed is not installed; it is a RuntimeError.
+        FileExistsError: the folder exists, `debug` is set and `stats_overwrite` is not.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ZeROStage3Error("DeepSpeed is not installed.", todo="pip install deepspeed")
-    raise ZeROStage3Error("ZeRO stage 3 is not supported.", todo="use stage 1 or 2, which need no configuration here")
+    if not debug:
+        return
+    offload = importlib.import_module(_OFFLOAD).DeepSpeedZeRoOffload
+    set_up = offload.setup_zero_stage3_hooks
+    statistics = StatisticsSubscriber(stats_output_dir, override_output_dir=stats_overwrite)
+
+    def set_up_with_statistics(self: Any) -> None:
+        set_up(self)
+        SubscriberManager().subscribe(self.module, [statistics])
+
+    offload.setup_zero_stage3_hooks = set_up_with_statistics
 
 
-class ZeROOffloadSubscriber:
-    """Not possible: see `configure_ort_compatible_zero_stage3`."""
+class ZeROOffloadSubscriber(SubscriberBase):
+    """A subscriber that changes nothing: the hooks that `offloader` registers gather and release the parameters.
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        configure_ort_compatible_zero_stage3()
+    Args:
+        offloader: DeepSpeed's `DeepSpeedZeRoOffload`.
+        one_time_init, enable_debug_info: accepted as in ONNX Runtime Training, without effect.
+    """
+
+    def __init__(self, offloader: Any, one_time_init: Any = None, enable_debug_info: bool = False) -> None:
+        super().__init__()
+        self.offloader = offloader
