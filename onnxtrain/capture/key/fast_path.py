@@ -20,7 +20,7 @@ from onnxtrain.capture.key.tensor_checks import PythonCheck, cpp_check
 from onnxtrain.capture.structure import Constant, Node, Slot, Structure, Tree
 
 FastPath: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-_CONSTANT_TYPES = (bool, int, str)
+_CONSTANT_TYPES = (bool, int, str, float)
 
 
 class Missed:
@@ -126,7 +126,11 @@ class _ArgumentChecks:
                 return True
             case Constant(value=value) if type(value) in _CONSTANT_TYPES:
                 kind = type(value).__name__
-                self.lines.append(f"if (v := {source}).__class__ is not {kind} or v != {value!r}: return Missed")
+                # As in constant_key: 0.0 and -0.0 differ, and NaN equals itself.
+                read, expected = ("repr(v)", repr(value)) if type(value) is float else ("v", value)
+                self.lines.append(
+                    f"if (v := {source}).__class__ is not {kind} or {read} != {expected!r}: return Missed"
+                )
                 return True
             case Node(type=kind) if kind in (tuple, list, dict):
                 return self._add_container(tree, source)

@@ -1,5 +1,6 @@
 """The fast path recognizes a repeated call, and detects every change that test_key lists."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -154,6 +155,14 @@ def test_every_change_of_the_arguments_is_detected(args: tuple[Any, ...], kwargs
     assert fast_path(args, kwargs) is Missed
 
 
+@pytest.mark.parametrize("value", [0.5, 0.0, -0.0, math.inf, math.nan])
+def test_every_change_of_a_float_is_detected(value: float) -> None:
+    fast_path = compiled_for(Model(), NAMES, A, value)
+    for other in (0.5, 0.0, -0.0, math.inf, -math.inf, math.nan, 0, 1):
+        recognized = fast_path((A, other), {}) is not Missed
+        assert recognized == (type(other) is float and repr(other) == repr(value)), other
+
+
 def test_another_order_of_kwargs_is_detected() -> None:
     fast_path = compiled_for(Model(), NAMES, a=A, b=B)
     assert fast_path((), {"a": A, "b": B}) is not Missed
@@ -168,7 +177,7 @@ class Pair(NamedTuple):
 def test_unsupported_calls_have_no_fast_path() -> None:
     model = Model()
     assert compile_for(model, NAMES, A, A) is None
-    assert compile_for(model, NAMES, A, 0.5) is None
+    assert compile_for(model, NAMES, A, 0.5j) is None
     assert compile_for(model, NAMES, A, {1: B}) is None
     assert compile_for(model, NAMES, Pair(A, B)) is None
     assert compile_for(model, NAMES, X.transpose(0, 1)) is None
