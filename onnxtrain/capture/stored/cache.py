@@ -26,6 +26,7 @@ from onnxtrain.capture.key.fingerprint import Fingerprints, NotStorableError, di
 from onnxtrain.capture.key.key import environment, tensor_facts
 from onnxtrain.capture.key.snapshot import Snapshot, submodules
 from onnxtrain.capture.stored import entry
+from onnxtrain.capture.stored.claim import claimed
 from onnxtrain.capture.stored.folder import CaptureFolder
 from onnxtrain.capture.structure import Constant, Node, Structure, Tree
 from onnxtrain.log import LOG, warn_once
@@ -77,13 +78,22 @@ class CaptureCache:
         except NotStorableError as error:
             self._log_not_stored(error)
             return capture(run or self._module)
-        if stored is not None:
-            return replace(stored, took_ms=(time.perf_counter() - start) * 1e3)
+        if stored is None:
+            with claimed(self._folder.lock_file(key)) as claim:
+                stored = self._load(key, tensors) if claim.waited else None
+                if stored is None:
+                    captured = self._make(key, capture, run or self._module)
+                    claim.is_stored = captured.stored_name != ""
+                    return captured
+        return replace(stored, took_ms=(time.perf_counter() - start) * 1e3)
+
+    def _make(self, key: str, capture: Callable[[ForwardCall], Captured], run: ForwardCall) -> Captured:
+        """Capture, and store the capture if it can be stored."""
         code = ExecutedCode()
 
         def run_recorded(*args: Any, **kwargs: Any) -> Any:
             with code.recording():
-                return (run or self._module)(*args, **kwargs)
+                return run(*args, **kwargs)
 
         captured = capture(run_recorded)
         try:

@@ -48,6 +48,10 @@ class CaptureFolder:
                 continue
             yield file, data
 
+    def lock_file(self, key: str) -> Path:
+        """The file that a process locks while it captures."""
+        return self._folder / f".{key}.lock"
+
     def mark_used(self, file: Path) -> None:
         """Set the time of last use of a file, if the folder is writable."""
         with suppress(OSError):
