@@ -40,6 +40,7 @@ from onnxtrain.observe.density import DensityWatch, densities
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.options import Options, warn_ineffective_variables
+from onnxtrain.system import ranks
 from onnxtrain.system.garbage_collector import collector_paused
 
 
@@ -124,6 +125,7 @@ def _always_capture() -> None:
 
 
 _MOST_FIRST_CALLS = 4  # with one key, in which forward changes the module so that the next call is another graph
+_NOTABLE_S = 5.0  # ranks may differ by the time of a step
 _MOST_PATIENCE = 256  # making a fast path takes as long as a hundred calls without it
 
 
@@ -245,7 +247,7 @@ class Engine:
         self, key: Any, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[_Entry, list[torch.Tensor]]:
         self._recaptures.count_numbers(structure.constants(), self._calls)
-        self._announce(key, tensors)
+        reason = self._announce(key, tensors)
         start, captures = time.perf_counter(), self.captures
         self._refuse(tensors)
         refuse_tensorless_call(structure, tensors)
@@ -272,6 +274,8 @@ class Engine:
             if first and LOG.isEnabledFor(logging.INFO):
                 for text in densities(self.newest().captured, tensors):
                     LOG.info("%s: %s", type(self._module).__name__, text)
+            if captures:
+                self._warn_of_waiting_ranks(took, reason)
             self._warn_of_strings(structure)
             self._report_operators(self.newest().captured)
         if not is_valid:
@@ -353,12 +357,12 @@ class Engine:
 
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
 
-    def _announce(self, key: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Log why the earlier captures do not match the call."""
+    def _announce(self, key: Any, tensors: Sequence[torch.Tensor]) -> str:
+        """Log and return why the earlier captures do not match the call."""
         name = type(self._module).__name__
         if not self._entries:
             LOG.info("%s: first capture", name)
-            return
+            return ""
         reason = "the call has a new structure, new types or a new environment"
         for entry in self._entries.get(key, ()):
             changed = entry.state.difference(self._module)
@@ -367,6 +371,21 @@ class Engine:
             elif entry.compiled is not None:
                 reason = entry.compiled.captured.guards.explain(tensors)
         LOG.info("%s: captured again: %s", name, reason)
+        return reason
+
+    def _warn_of_waiting_ranks(self, took: float, reason: str) -> None:
+        """Say which rank makes the others wait, and why."""
+        if took > _NOTABLE_S and ranks.world_size() > 1:
+            self._warn(
+                f"{self._name()} was captured again, which took {took:.0f} s: {reason}. Ranks that have this graph "
+                "already wait at their next collective",
+                reason,
+            )
+
+    def _name(self) -> str:
+        """The module's class; with the rank if there are several, because it may be the only one concerned."""
+        name = type(self._module).__name__
+        return name if ranks.world_size() == 1 else f"{name} (rank {ranks.rank()} of {ranks.world_size()})"
 
     def _warn_of_strings(self, structure: Structure) -> None:
         """Warn once per module that each new string needs a new capture."""
@@ -434,7 +453,7 @@ class Engine:
         if not self._options.fallback_policy.covers(error):
             raise error
         graph = "as an ONNX graph" if pieces is None else "as one ONNX graph but in pieces that are graphs"
-        warning = f"{type(self._module).__name__} runs in PyTorch, not {graph}: {error}"
+        warning = f"{self._name()} runs in PyTorch, not {graph}: {error}"
         return _Fallback(pieces or self._in_torch, warning, reason=f"{error.problem} {error.where}")
 
     def _run(self, fallback: _Fallback, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -177,3 +177,15 @@ def test_hooked_blocks_of_an_ortmodule_are_graphs() -> None:
         assert "blocks.1" in report.reason
         assert all(region.compiled is not None for region in report.regions)
         assert each.report() is report.regions[-1].compiled
+
+
+def test_warnings_name_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxtrain.system.ranks.world_size", lambda: 2)
+    monkeypatch.setattr("onnxtrain.system.ranks.rank", lambda: 1)
+    monkeypatch.setattr("onnxtrain.frontend.engine._NOTABLE_S", 0.0)
+    model = ORTModule(nn.Linear(WIDTH, 2))
+    model(X)
+    with pytest.warns(UserWarning, match=r"Linear \(rank 1 of 2\) was captured again.*new structure.*collective"):
+        model.double()(X.double())
+    with pytest.warns(UserWarning, match=r"Linear \(rank 1 of 2\) runs in PyTorch, not as an ONNX graph"):
+        model(X.double().to_sparse())
