@@ -38,10 +38,10 @@ from onnxtrain.torch_compat.dynamo import untraced
 # Methods of nn.Module that act on parameters, buffers and children: the wrapper calls those of the wrapped module.
 _DELEGATED = (
     "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "eval", "extra_repr", "float", "get_buffer",
-    "get_extra_state", "get_parameter", "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia",
+    "get_parameter", "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia",
     "named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "register_buffer",
     "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook", "register_parameter",
-    "register_state_dict_post_hook", "register_state_dict_pre_hook", "requires_grad_", "set_extra_state",
+    "register_state_dict_post_hook", "register_state_dict_pre_hook", "requires_grad_",
     "set_submodule", "share_memory", "state_dict", "to", "to_empty", "train", "type", "xpu", "zero_grad", "_apply",
     "_load_from_state_dict", "_named_members", "_save_to_state_dict",
 )  # fmt: skip
@@ -283,6 +283,20 @@ def _delegate(name: str) -> Callable[..., Any]:
     return call
 
 
+class _OfInstance:
+    """A method of the wrapped module; read from the class it is nn.Module's own.
+
+    torch.distributed.checkpoint asks the class of each module whether it has an extra state.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: ORTModule | None, owner: type[ORTModule] | None = None) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(torch.nn.Module if wrapper is None else wrapper.module, self.name)
+        return method
+
+
 def _is_method(value: Any) -> bool:
     return isinstance(value, (types.MethodType, types.FunctionType))
 
@@ -355,3 +369,5 @@ def _warn_of_collision(module: torch.nn.Module, name: str, consequence: str) -> 
 for _name in _DELEGATED:
     if hasattr(torch.nn.Module, _name):
         setattr(ORTModule, _name, _delegate(_name))
+for _name in ("get_extra_state", "set_extra_state"):
+    setattr(ORTModule, _name, _OfInstance(_name))
