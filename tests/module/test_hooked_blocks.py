@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ class ZeROStage3:
         self.release(self.full)
 
     def _register(self, module: nn.Module) -> None:
+        module._parameters = _Parameters(module)
         module.register_forward_pre_hook(_profiled(_of_deepspeed(self._before())))
         module.register_forward_hook(_of_deepspeed(self._after()))
         for child in module.children():
@@ -71,6 +73,13 @@ class ZeROStage3:
 
     def _invalidate_trace(self) -> None:
         self.invalidated += 1
+
+
+class _Parameters(OrderedDict[str, nn.Parameter | None]):
+    """As DeepSpeed's: `copy` does not work."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module._parameters)
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -152,7 +152,7 @@ class SideEffects:
             for table in _TABLES:
                 items = submodule.__dict__[table]
                 if isinstance(items, dict):  # TorchScript's are views of its own tables, which do not change
-                    copies.append((name, _Table(items, are_buffers=table == "_buffers"), items.copy()))
+                    copies.append((name, _Table(items, are_buffers=table == "_buffers"), dict(items)))
         copies += [(f"global {name}", names, names.copy()) for name, names in self._globals]
         return copies
 
