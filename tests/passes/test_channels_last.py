@@ -15,6 +15,7 @@ from onnxtrain.ops.norm import batch_norm_channels_last
 from onnxtrain.ops.norm.batch_norm import batch_norm, batch_norm_backward
 from onnxtrain.system.machine import current_machine
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.reference import assert_each_no_worse, assert_matches
 from tests.zoo.checks import compare_named
 
 LAST = torch.channels_last
@@ -75,8 +76,7 @@ def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> str:
         for name, got in found.items():
             want = expected[name]
             assert strides(got) == strides(want), f"{name}: strides {got.stride()}, eager has {want.stride()}"
-    for got, want in zip(own.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(got, want)
+    assert_each_no_worse("buffers", *(dict(m.named_buffers()) for m in (own, eager, exact)))
     source: str = engine_of(module).newest().unit.forward.source
     return source
 
@@ -134,10 +134,12 @@ def test_masks_are_sampled_in_eagers_order() -> None:
     module = ORTModule(make(), rng="torch")
     module.load_state_dict(eager.state_dict())
     x = torch.randn(2, 3, 8, 8)
-    torch.manual_seed(5)
-    expected = eager(x)
-    torch.manual_seed(5)
-    torch.testing.assert_close(module(x), expected)
+
+    def seeded(run: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)
+        return run(x)  # type: ignore[no-any-return]
+
+    assert_matches(seeded(module, x), seeded, eager, x)
 
 
 def test_under_autocast() -> None:
@@ -258,11 +260,9 @@ def test_batch_norms_are_as_exact_as_for_contiguous_images(
     eager, exact = run(False, *tensors), run(False, *(t.double() for t in tensors))
     last = [t.contiguous(memory_format=LAST) for t in (x, dy, residual, added)]
     got = run(True, *last, *tensors[4:])
-    for number, (g, e, t) in enumerate(zip(got, eager, exact, strict=True)):
-        assert_no_worse_than_eager(f"{number}", g, e, t)
+    assert_each_no_worse("result", got, eager, exact)
     mixed = run(True, last[0], *tensors[1:])  # only x decides
-    for g, m in zip(got, mixed, strict=True):
-        torch.testing.assert_close(g, m)
+    assert_each_no_worse("result", mixed, eager, exact)
     if 1 not in shape[1:]:
         assert got[0].is_contiguous(memory_format=LAST)
         assert got[-3].is_contiguous(memory_format=LAST)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.reference import assert_matches
 
 Tensor = torch.Tensor
 Norm = Callable[[Tensor], Tensor]
@@ -221,17 +222,12 @@ def test_gradients_that_nobody_asks_for(frozen: str) -> None:
     eager.first.requires_grad_(frozen != "norm")
     ours = ORTModule(copy.deepcopy(eager))
     tensors = [torch.randn(2, 4, 5, 5, requires_grad=name != frozen) for name in ("x", "residual")]
-    found = []
-    for module in (ours, eager):
+
+    def gradients(module: nn.Module, *tensors: Tensor) -> list[Tensor | None]:
         module(*tensors).square().sum().backward()
-        found.append([t.grad for t in (*tensors, *module.parameters())])
-        for t in tensors:
-            t.grad = None
-    for got, expected in zip(*found, strict=True):
-        if expected is None:
-            assert got is None
-        else:
-            torch.testing.assert_close(got, expected)
+        return [t.grad for t in (*tensors, *module.parameters())]
+
+    assert_matches(gradients(ours, *tensors), gradients, eager, *tensors)
 
 
 def test_without_gradients_and_in_eval_mode() -> None:
@@ -239,9 +235,13 @@ def test_without_gradients_and_in_eval_mode() -> None:
     eager = Formed(of_a_sum)
     ours = ORTModule(copy.deepcopy(eager))
     x, residual = torch.randn(2, 2, 4, 5, 5)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(x, residual), eager(x, residual))
-    torch.testing.assert_close(ours.eval()(x, residual), eager.eval()(x, residual))
+
+    def both(module: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            first = module(x, residual)
+        return first, module.eval()(x, residual)
+
+    assert_matches(both(ours, x, residual), both, eager, x, residual)
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from onnxtrain.testing import assert_no_worse_than_eager
 from tests.ops.captures import FunctionModule
 from tests.passes.test_fuse_gated_activations import backward_kinds, kinds
 from tests.passes.test_fuse_sums import SIZES, Form, P, gradients, keyed, results
+from tests.reference import assert_matches
 
 Tensor = torch.Tensor
 
@@ -98,14 +100,15 @@ def test_a_relu_outside_of_the_models_checkpoint_stays() -> None:
 
     ours = ORTModule(FunctionModule(form))
     x, other = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
-    torch.manual_seed(1)
-    found = ours(x, other)
-    torch.manual_seed(1)
-    expected = keyed(torch.relu(x * other)).exp()
-    torch.testing.assert_close(found, expected)
+
+    def differentiated(run: Callable[..., Tensor], x: Tensor, other: Tensor) -> list[Tensor]:
+        torch.manual_seed(1)
+        y = run(x, other)
+        return [y, *torch.autograd.grad(y.sum(), (x, other))]
+
+    found = differentiated(ours, x, other)
+    assert_matches(found, differentiated, lambda x, other: keyed(torch.relu(x * other)).exp(), x, other)
     assert "ReluDropout" not in kinds(ours)
-    for got, theirs in zip(*(torch.autograd.grad(y.sum(), (x, other)) for y in (found, expected)), strict=True):
-        torch.testing.assert_close(got, theirs)
 
 
 class FeedForward(nn.Module):
@@ -148,4 +151,4 @@ def test_a_budget_computes_it_again() -> None:
 def test_evaluation_has_no_dropout() -> None:
     layers = FeedForward().eval()
     x = torch.randn(5, 16)
-    torch.testing.assert_close(ORTModule(layers)(x), layers(x))
+    assert_matches(ORTModule(layers)(x), layers, x)

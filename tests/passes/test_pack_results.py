@@ -27,6 +27,7 @@ from tests.passes.test_pack_tokens import (
     check,
     decisions,
 )
+from tests.reference import assert_matches
 
 __all__ = ["decisions"]  # a fixture
 
@@ -132,16 +133,17 @@ def test_a_loss_that_leaves_padding_out_is_packed(caplog: pytest.LogCaptureFixtu
     module = Encoder(bool_mask, head="output")
     wrapped = ORTModule(module, skip_padding="always")
     words, mask, labels = batch_of(RIGHT)
-    for step in range(3):
-        grads, hidden = [], []
-        for run in (wrapped, module):
-            module.zero_grad()
-            _, x = run(words, mask, labels)
-            (x * mask[..., None]).sum(1).square().mean().backward()
-            grads.append(gradients(module))
-            hidden.append(x.detach())
-        torch.testing.assert_close(*grads)
-        assert bool(hidden[0][mask == 0].any()) == (step == 0)
+
+    def step(run: nn.Module, module: nn.Module, mask: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        module.zero_grad()
+        _, x = run(words, mask, labels)
+        (x * mask[..., None]).sum(1).square().mean().backward()
+        return gradients(module), x.detach()
+
+    for number in range(3):
+        grads, hidden = step(wrapped, module, mask)
+        assert_matches(grads, lambda module: step(module, module, mask)[0], module, together=True)
+        assert bool(hidden[mask == 0].any()) == (number == 0)
     assert "the loss does not read the padding of" in caplog.text
 
 
@@ -151,13 +153,14 @@ def test_a_loss_that_reads_padding_keeps_it(caplog: pytest.LogCaptureFixture) ->
     module = Encoder(bool_mask, head="output")
     wrapped = ORTModule(module, skip_padding="always")
     batch = batch_of(RIGHT)
+
+    def step(run: nn.Module, module: nn.Module) -> list[torch.Tensor]:
+        module.zero_grad()
+        run(*batch)[1].mean(1).square().sum().backward()
+        return gradients(module)
+
     for _ in range(3):
-        grads = []
-        for run in (wrapped, module):
-            module.zero_grad()
-            run(*batch)[1].mean(1).square().sum().backward()
-            grads.append(gradients(module))
-        torch.testing.assert_close(*grads)
+        assert_matches(step(wrapped, module), lambda module: step(module, module), module, together=True)
     assert caplog.text.count("runs with padding: the loss reads the padding of the result") == 1
     assert list(wrapped.report().variants) == []
 
@@ -175,7 +178,7 @@ def test_a_loss_that_reads_padding_later_is_warned_of_and_padding_comes_back(cap
     x = wrapped(*batch)[1]
     (warning,) = caplog.messages
     assert 'skip_padding="never"' in warning
-    torch.testing.assert_close(x, module(*batch)[1])
+    assert_matches(x, lambda module: module(*batch)[1], module)
     assert x[padding].any()
 
 
@@ -191,7 +194,7 @@ def test_a_result_without_a_gradient_keeps_padding(caplog: pytest.LogCaptureFixt
     for _ in range(2):
         loss, x = wrapped(*batch)
         loss.backward()
-        torch.testing.assert_close(x, module(*batch)[1])
+        assert_matches(x, lambda module: module(*batch)[1], module)
     assert "has no gradient that could tell" in caplog.text
 
 
@@ -201,7 +204,7 @@ def test_evaluation_keeps_padding() -> None:
     batch = batch_of(RIGHT)
     with torch.no_grad():
         for _ in range(2):
-            torch.testing.assert_close(wrapped(*batch), module(*batch))
+            assert_matches(wrapped(*batch), module, *batch)
 
 
 def test_causality_alone_says_nothing_about_padding() -> None:
@@ -218,7 +221,8 @@ def test_a_checkpoint_around_the_module_reruns_the_same_program() -> None:
     outputs = [checkpoint(wrapped, words, mask, labels, use_reentrant=False) for _ in range(3)]
     for loss, _ in outputs:
         loss.backward()
-    torch.testing.assert_close(outputs[0], wrapped(words, mask, labels))
+    for found in (outputs[0], wrapped(words, mask, labels)):
+        assert_matches(found, module, words, mask, labels)
 
 
 # Models of Hugging Face, as users call them
@@ -238,6 +242,17 @@ def causal() -> tuple[nn.Module, int]:
     return model, 50
 
 
+def step(
+    run: nn.Module, module: nn.Module, words: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The loss, all gradients and the logits of words; the logits of padding."""
+    module.zero_grad()
+    output = run(words, mask, labels=labels)
+    output.loss.backward()
+    logits = output.logits.detach()
+    return [output.loss.detach(), *gradients(module), logits[mask == 1]], logits[mask == 0]
+
+
 @pytest.mark.parametrize("make", [bert, causal])
 def test_models_need_no_option(make: Any) -> None:
     torch.manual_seed(0)
@@ -248,16 +263,9 @@ def test_models_need_no_option(make: Any) -> None:
         mask = (torch.arange(40) < torch.randint(5, 30, (16, 1))).long()  # 43 % are real
         words = torch.randint(3, vocabulary, mask.shape) * mask
         labels = words.masked_fill((torch.rand(mask.shape) < 0.7) | (mask == 0), IGNORED)
-        found = []
-        for run in (wrapped, module):
-            module.zero_grad()
-            output = run(words, mask, labels=labels)
-            output.loss.backward()
-            found.append((output.loss.detach(), output.logits.detach(), gradients(module)))
-        (loss, logits, grads), (eager_loss, eager_logits, eager_grads) = found
-        torch.testing.assert_close((loss, grads), (eager_loss, eager_grads))
-        torch.testing.assert_close(logits[mask == 1], eager_logits[mask == 1])
-        assert bool(logits[mask == 0].any()) == (seed == 0)
+        found, padding = step(wrapped, module, words, mask, labels)
+        assert_matches(found, lambda m, *batch: step(m, m, *batch)[0], module, words, mask, labels, together=True)
+        assert bool(padding.any()) == (seed == 0)
     assert list(wrapped.report().variants) != []
 
 

@@ -19,6 +19,7 @@ from onnxtrain import ORTModule
 from onnxtrain.execute.packing import PackingCheck
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.passes.less_work import CLASSES, WIDTH, WORDS, refusals, wrap
+from tests.reference import assert_matches
 
 IGNORED = -100
 MaskOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -376,13 +377,14 @@ def test_second_derivatives_and_evaluation(decisions: list[bool]) -> None:
     module = Encoder(bool_mask)
     wrapped = ORTModule(module, skip_padding="always")
     batch = batch_of(FORMS["right"])
-    found = []
-    for run in (wrapped, module):
+
+    def second(run: nn.Module, module: nn.Module) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
             (g,) = torch.autograd.grad(run(*batch), module.norm.weight, create_graph=True)
-            found.append(torch.autograd.grad(g.square().sum(), module.score.weight)[0])
-    torch.testing.assert_close(*found)
+            return torch.autograd.grad(g.square().sum(), module.score.weight)[0]
+
+    assert_matches(second(wrapped, module), lambda module: second(module, module), module)
     module.eval()
     with torch.no_grad():
-        torch.testing.assert_close(wrapped(*batch), module(*batch))
+        assert_matches(wrapped(*batch), module, *batch)
     assert decisions == [True, True]

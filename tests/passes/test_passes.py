@@ -18,6 +18,7 @@ from onnxtrain.passes.fold_constants import LARGEST_BYTES, fold_constants
 from onnxtrain.passes.remove_identities import remove_identities
 from onnxtrain.passes.remove_reshape_copies import remove_reshape_copies
 from onnxtrain.plan.cut import single_part
+from tests.reference import assert_matches
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_what_names_a_value_again_goes(op: Builder) -> None:
     remove_identities(graph, changes)
     assert ops_of(graph) == ["Exp", "Neg", "Reshape"]
     assert changes.applied == ["removed 2 Identity nodes"]
-    torch.testing.assert_close(run(graph, torch.zeros(2, 4))[0], torch.full((2, 4), -1.0))
+    assert torch.equal(run(graph, torch.zeros(2, 4))[0], torch.full((2, 4), -1.0))
 
 
 def test_the_names_of_inputs_and_results_stay(op: Builder) -> None:
@@ -154,7 +155,7 @@ def test_a_copy_for_a_reshape_goes(op: Builder) -> None:
     assert ops_of(graph) == ["Exp", "Transpose", "Reshape", "Neg"]
     assert changes.applied == ["removed 1 copy before Reshape"]
     given = torch.randn(2, 4)
-    torch.testing.assert_close(run(graph, given)[0], -given.exp().t().reshape(-1))
+    assert_matches(run(graph, given)[0], lambda x: -x.exp().t().reshape(-1), given)
 
 
 def test_copies_of_what_comes_or_leaves_stay(op: Builder) -> None:
@@ -187,7 +188,7 @@ def test_constants_are_folded_by_the_ops_own_kernel(op: Builder) -> None:
     eliminate_dead_code(graph, Changes())
     assert ops_of(graph) == ["Add"]
     assert changes.applied == ["folded 2 constant nodes"]
-    torch.testing.assert_close(run(graph, torch.zeros(2, 4))[0], torch.full((2, 4), 0.5).exp())
+    assert_matches(run(graph, torch.zeros(2, 4))[0], lambda x: x + (x + 0.5).exp(), torch.zeros(2, 4))
 
 
 def test_a_large_constant_is_not_folded_and_the_refusal_says_why(op: Builder) -> None:

@@ -15,6 +15,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.index import gather
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.ops.captures import FunctionModule
+from tests.reference import assert_matches
 
 Tensor = torch.Tensor
 WORDS, WIDTH = 11, 6
@@ -87,8 +88,7 @@ def test_two_lookups_share_one_tensor() -> None:
     eager = LookedUpTwice()
     ours = ORTModule(copy.deepcopy(eager))
     words, dy = (torch.randint(0, WORDS, (4, 7)), torch.randint(0, WORDS, (4, 7))), torch.randn(4, 7, WIDTH)
-    for got, theirs in zip(gradients(ours, words, dy), gradients(eager, words, dy), strict=True):
-        torch.testing.assert_close(got, theirs)
+    assert_matches(gradients(ours, words, dy), gradients, eager, words, dy)
     assert sorted(adds(ours)) == [False, True]
 
 
@@ -96,10 +96,13 @@ def test_gradients_add_up_over_batches() -> None:
     """The first batch's has left the program: the second may not be added to it inside."""
     eager = Tied()
     ours = ORTModule(copy.deepcopy(eager))
-    for words in (torch.tensor([[1, 2, 2]]), torch.tensor([[4, 1, 1]])):
-        for model in (eager, ours):
+
+    def accumulated(model: nn.Module) -> Tensor | None:
+        for words in (torch.tensor([[1, 2, 2]]), torch.tensor([[4, 1, 1]])):
             model(words).square().sum().backward()
-    torch.testing.assert_close(ours.get_parameter("table.weight").grad, eager.table.weight.grad)
+        return model.get_parameter("table.weight").grad
+
+    assert_matches(accumulated(ours), accumulated, eager)
 
 
 def test_a_gradient_that_the_caller_gave_is_not_written_over() -> None:
@@ -107,8 +110,11 @@ def test_a_gradient_that_the_caller_gave_is_not_written_over() -> None:
     table, rows = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 3], [3, 0]])
     given = torch.randn(2, 2, 4), torch.randn(7, 4)
     copies = [t.clone() for t in given]
-    found = [torch.autograd.grad(run(table, rows), table, given)[0] for run in (ORTModule(module), module)]
-    torch.testing.assert_close(*found)
+
+    def gradient(run: nn.Module, table: Tensor, rows: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+        return torch.autograd.grad(run(table, rows), table, given)[0]
+
+    assert_matches(gradient(ORTModule(module), table, rows, given), gradient, module, table, rows, given)
     assert all(map(torch.equal, given, copies))
 
 
