@@ -188,7 +188,7 @@ def test_create_graph_reruns_the_module_on_the_batch(answers: list[KeptTokens | 
         with sdpa_kernel(SDPBackend.MATH):  # the only backend with a second derivative
             (g,) = torch.autograd.grad(run(*batch), module.words.weight, create_graph=True)
         gradients.append(torch.autograd.grad(g.square().sum(), module.score.weight)[0])
-    torch.testing.assert_close(*gradients)
+    assert_no_worse_than_eager("second derivative", *gradients, gradients[1])
 
 
 # When
