@@ -231,7 +231,7 @@ def _by_layers(parts: Cut, usable: Collection[ir.Node]) -> set[ir.Value]:
             if inside and value not in results and value not in replay_inputs(node):
                 recomputed.add(value)
     if not recomputed:
-        warn("recompute has no effect: no recomputable submodule has a number in its name (a layer)")
+        warn("recompute has no effect: no layer (a submodule with a number in its name) has values that it alone reads")
     return recomputed
 
 
@@ -245,7 +245,7 @@ def _outside_layers(subgraphs: Iterable[Subgraph]) -> Iterator[Candidate]:
 
 def _layer_of(node: ir.Node) -> str | None:
     """The outermost numbered submodule of a node, such as `encoder.layer.3`; None if it has none."""
-    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", node.metadata_props.get("module", ""))
+    match = re.match(r"(?:.*?\.)??\d+(?=\.|$)", node.metadata_props.get("module", ""))
     return match[0] if match else None
 
 

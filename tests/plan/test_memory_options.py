@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,16 @@ def test_the_summary_is_logged(module: nn.Module, caplog: pytest.LogCaptureFixtu
     assert "recompute=Gelu+:1:2,Gello+:1:-1" in text
     assert any(line.startswith("Gelu+ ") and "2 of 4 recomputed" in line for line in text.splitlines())
     assert "no kept activation matches the pattern Gello+; did you mean Gelu+?" in caplog.text
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_layer_is_the_outermost_numbered_submodule(nested: bool) -> None:
+    """The parts of a layer may have numbers of their own."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    ours, _ = train(nn.Sequential(OrderedDict(body=model)) if nested else model, recompute="layers")
+    rows = {row.pattern: row.recomputed for row in ours.report().subgraphs}
+    assert rows["Linear+"] == rows["Gelu+"] == 3
 
 
 def test_a_model_without_layers_says_so(caplog: pytest.LogCaptureFixture) -> None:
