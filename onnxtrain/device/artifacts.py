@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxtrain import onnx_file
 from onnxtrain.device import checkpoint, losses, optimizers
-from onnxtrain.device.block import Base, Block, extending, names_of
+from onnxtrain.device.block import Base, Block, empty_base, extending, names_of
 from onnxtrain.device.block import custom_op_library as in_library
 from onnxtrain.device.blocks import PassThrough
 from onnxtrain.device.checkpoint_data import Checkpoint
@@ -67,7 +67,7 @@ def generate_artifacts(
     requires_grad: Sequence[str] | None = None,
     frozen_params: Sequence[str] | None = None,
     loss: LossType | Block | None = None,
-    optimizer: OptimType | optimizers.Optimizer | None = None,
+    optimizer: OptimType | Block | None = None,
     artifact_directory: str | os.PathLike[str] | None = None,
     prefix: str = "",
     ort_format: bool = False,
@@ -90,7 +90,7 @@ def generate_artifacts(
         frozen_params: the names of parameters that are not trained but are part of the checkpoint. All others are
             constants of the graphs. None with a torch module: those without requires_grad.
         loss: a `LossType`, or a block that appends the loss; None: the model's first output is the loss.
-        optimizer: an `OptimType` or a block of `onnxblock.optim`; None: no optimizer graph is written.
+        optimizer: an `OptimType`, a block of `onnxblock.optim`, or one that calls such a block; None: none is written.
         artifact_directory: the folder of the files, created if it does not exist; None: the current folder.
         prefix: of all file names.
         ort_format: not supported: ORT-format files are made by the device's own onnxruntime; the error says how.
@@ -125,7 +125,7 @@ def generate_artifacts(
 
 
 def _graphs(
-    training: Extended, evaluation: Extended, choice: Choice, step: optimizers.Optimizer | None, *, portable: bool
+    training: Extended, evaluation: Extended, choice: Choice, step: Block | None, *, portable: bool
 ) -> dict[str, ir.Model]:
     """Build the graphs, by file name."""
     if not choice.trainable:
@@ -136,10 +136,30 @@ def _graphs(
         "eval_model": evaluation.evaluation(choice, portable=portable),
     }
     if step is not None:
-        tensors = training.parameters()
-        types = [(name, _type(tensors[name])) for name in training.ordered(choice)[0]]
-        graphs["optimizer_model"] = step.model(types, portable=portable)
+        graphs["optimizer_model"] = _optimizer_graph(step, training, choice, portable=portable)
     return graphs
+
+
+def _optimizer_graph(step: Block, training: Extended, choice: Choice, *, portable: bool) -> ir.Model:
+    """Build the graph of an optimizer, which has an input for each tensor; or have a block of the user build it."""
+    tensors, (trainable, frozen, _) = training.parameters(), training.ordered(choice)
+    if isinstance(step, optimizers.Optimizer):
+        return step.model([(name, _type(tensors[name])) for name in trainable], portable=portable)
+    if portable:
+        raise ArtifactError(
+            "An optimizer block of your own is not portable.", expected="an OptimType or a block of onnxblock.optim",
+            got=type(step).__name__,
+        )  # fmt: skip
+    with empty_base() as base:
+        step(tuple([_proto(name, tensors[name]) for name in names] for names in (trainable, frozen)))
+        built: ir.Model = ir.from_proto(base)
+        return built
+
+
+def _proto(name: str, tensor: ir.TensorProtocol) -> onnx.TensorProto:
+    proto = ir.to_proto(tensor)
+    proto.name = name
+    return proto
 
 
 def _warn_of_bfloat16(graphs: Iterable[ir.Model]) -> None:
@@ -194,14 +214,12 @@ def _loss_block(loss: object) -> Block:
     raise ArtifactError("Unknown loss.", expected="a LossType or an onnxblock.Block", got=type(loss).__name__)
 
 
-def _optimizer(optimizer: object) -> optimizers.Optimizer | None:
-    if optimizer is None or isinstance(optimizer, optimizers.Optimizer):
+def _optimizer(optimizer: object) -> Block | None:
+    if optimizer is None or isinstance(optimizer, Block):
         return optimizer
     if isinstance(optimizer, OptimType):
         return _OPTIMIZERS[optimizer]()
-    raise TypeError(
-        f"Unknown optimizer: expected an OptimType or a block of onnxblock.optim, got {type(optimizer).__name__}."
-    )
+    raise TypeError(f"Unknown optimizer: expected an OptimType or an onnxblock.Block, got {type(optimizer).__name__}.")
 
 
 def _check_arguments(
@@ -257,13 +275,12 @@ class _Sources:
 
     def choice(self, requires_grad: Sequence[str] | None, frozen: Sequence[str] | None) -> Choice:
         """The parameters to train and to freeze; none to train if the model has none besides the frozen ones."""
-        is_explicit = requires_grad is not None
         if requires_grad is None:
             requires_grad = [name for name in self._trainable or () if name not in (frozen or ())]
         if frozen is None:
             parameters = [*(self._trainable or ()), *(self._frozen or ())]
             frozen = [name for name in parameters if name not in requires_grad]
-        if not requires_grad and (is_explicit or self._candidates(frozen)):
+        if not requires_grad and self._candidates(frozen):
             names = self._candidates(())
             shown = f"{', '.join(names[:30])}{', …' if len(names) > 30 else ''}"
             raise ArtifactError(

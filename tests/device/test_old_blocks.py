@@ -15,6 +15,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxtrain import onnxblock
+from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, OptimType, generate_artifacts
 from onnxtrain.device.onnx_module import OnnxModule
 from tests.device.stock import clipped
@@ -200,15 +201,48 @@ def test_a_model_with_nothing_to_train_is_evaluated(tmp_path: Path, caplog: pyte
         [node("BatchNormalization", ["x", *ones], ["y", "new_mean", "new_var"], training_mode=1)], ones, ["n", 4]
     )
     frozen: dict[str, Any] = {"frozen_params": ["scale", "bias"]}
-    for model, options in ((drops, {}), (norm, frozen)):
+    nothing: dict[str, Any] = {"requires_grad": []}
+    for model, options in ((drops, {}), (norm, frozen), (drops, nothing), (norm, {**frozen, **nothing})):
+        (tmp_path / "eval_model.onnx").unlink(missing_ok=True)
         generate_artifacts(model, artifact_directory=tmp_path, optimizer=OptimType.AdamW, **options)
         written = onnx.load(tmp_path / "eval_model.onnx")
         assert all(len(each.input) < 3 or not each.input[2] for each in written.graph.node if each.op_type == "Dropout")
         assert all(a.name != "training_mode" or not a.i for each in written.graph.node for a in each.attribute)
         assert not (tmp_path / "training_model.onnx").exists()
     assert "nothing to train" in caplog.text
-    with pytest.raises(RuntimeError, match="No parameter is chosen"):
-        generate_artifacts(linear(), artifact_directory=tmp_path)
+    for options in ({}, nothing):
+        with pytest.raises(RuntimeError, match="No parameter is chosen"):
+            generate_artifacts(linear(), artifact_directory=tmp_path, **options)
+
+
+class OwnOptimizer(onnxblock.Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adam = onnxblock.optim.AdamW(weight_decay=0.1, clip_grad=onnxblock.optim.ClipGradNorm(1.0))
+
+    def build(self, parameters: Any) -> Any:
+        assert [[p.name for p in each] for each in parameters] == [["w"], []]
+        assert numpy_helper.to_array(parameters[0][0]).tolist() == W.tolist()
+        return self.adam(parameters)
+
+
+def test_an_optimizer_block_of_the_users_own(tmp_path: Path) -> None:
+    weights = []
+    for number, optimizer in enumerate((OwnOptimizer(), OwnOptimizer().adam)):
+        folder = tmp_path / str(number)
+        generate_artifacts(linear(), ["w"], loss=LossType.MSELoss, optimizer=optimizer, artifact_directory=folder)
+        state = CheckpointState.load_checkpoint(folder / "checkpoint")
+        module = Module(folder / "training_model.onnx", state)
+        step = Optimizer(folder / "optimizer_model.onnx", module)
+        for _ in range(3):
+            module(X, TARGET)
+            step.step()
+            module.lazy_reset_grad()
+        weights.append(state.parameters["w"].data)
+    assert np.array_equal(*weights)
+    assert not np.array_equal(weights[0], W)
+    with pytest.raises(RuntimeError, match="not portable"):
+        generate_artifacts(linear(), ["w"], optimizer=OwnOptimizer(), portable=True, artifact_directory=tmp_path)
 
 
 def test_versions_of_other_domains_are_kept() -> None:
