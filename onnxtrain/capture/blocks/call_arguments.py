@@ -46,6 +46,13 @@ def flatten(value: Any, tensors: list[torch.Tensor]) -> Hashable:
     raise NotReusableError
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a value that can be flattened."""
+    tensors: list[torch.Tensor] = []
+    flatten(value, tensors)
+    return tensors
+
+
 _TENSOR = object()  # stands for a tensor
 
 

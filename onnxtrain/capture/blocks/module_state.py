@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.modules import module as torch_module
 
+from onnxtrain.capture.blocks.call_arguments import NotReusableError
 from onnxtrain.capture.key.snapshot import CONTAINER_TYPES, SINGLETON_TYPES, VALUE_TYPES, slots, submodules
 from onnxtrain.capture.node_storage import layout_of
 from onnxtrain.capture.structure import Identity, constant_key
@@ -54,16 +55,20 @@ class Block:
         self._key_of_others: Callable[[object], Hashable] = _never_equal
 
     def structure(self) -> Hashable:
-        """Return the classes, the training flags and the types of the tensors; None if there are hooks."""
+        """Return the classes, the training flags and the types of the tensors.
+
+        Raises:
+            NotReusableError: there are hooks or sparse tensors.
+        """
         if any(getattr(torch_module, f"_global{name}") for name in _HOOKS):
-            return None
+            raise NotReusableError
         if any(tensor.layout is not torch.strided for tensor in self.tensors.values()):
-            return None
+            raise NotReusableError
         parts: list[Hashable] = []
         for path, submodule in self.submodules.items():
             attributes = submodule.__dict__
             if any(attributes[name] for name in _HOOKS):
-                return None
+                raise NotReusableError
             children = [(name, child and self.paths[id(child)]) for name, child in attributes["_modules"].items()]
             names = [
                 (name, tensor is None)

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot, track_tensor_tree
 
-from onnxtrain.capture.blocks.call_arguments import NotReusableError, flatten, rebuild
+from onnxtrain.capture.blocks.call_arguments import NotReusableError, flatten, rebuild, tensors_in
 from onnxtrain.capture.blocks.module_state import Block, Read, kinds, shared, tensor_key
 from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.traced_call import Slots, TracedCall, traced_call
@@ -28,6 +28,7 @@ from onnxtrain.capture.key.key import environment
 from onnxtrain.capture.key.snapshot import submodules
 from onnxtrain.capture.node_storage import StoragesOfCopy
 from onnxtrain.capture.structure import Identity
+from onnxtrain.torch_compat.dispatch import function_modes_disabled
 from onnxtrain.torch_compat.operators import HigherOrderOperator
 from onnxtrain.torch_compat.patch_points import CALL_MODULE
 from onnxtrain.torch_compat.replacement import in_thread
@@ -144,24 +145,32 @@ class RepeatedBlocks:
         return kind if is_repeated and environment() == self._environment else None
 
     def _call(self, tracer: Any, module: torch.nn.Module, kind: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        block, tensors = Block(module), list[torch.Tensor]()
-        try:
-            arguments = flatten((args, kwargs), tensors)
-        except NotReusableError:
+        with function_modes_disabled():
+            block = Block(module)
+            try:
+                tensors, slots, state = self._state(block, tracer, args, kwargs)
+            except NotReusableError:
+                state = None
+            for template in self._templates.get(state, ()):
+                if block.attributes(template.reads) == template.attributes:
+                    return self._copy(tracer, template, block, slots, tensors)
+        if state is None:
             self._attempts[kind] += 1
             return forward(*args, **kwargs)
-        structure = block.structure()
-        if structure is None:
-            self._attempts[kind] += 1
-            return forward(*args, **kwargs)
-        tensors += block.tensors.values()
-        slots = _slots(block, tensors, tracer)
-        state = structure, arguments, slots.keys, current_annotations(), self._outside.state()
-        for template in self._templates[state]:
-            if block.attributes(template.reads) == template.attributes:
-                return self._copy(tracer, template, block, slots, tensors)
         with self._tracing_block():
             return self._trace(tracer, block, kind, slots, state, forward, args, kwargs)
+
+    def _state(self, block: Block, tracer: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Slots, Hashable]:
+        """Return the tensors that a call takes, and a key of everything else that it may depend on but attributes.
+
+        Raises:
+            NotReusableError: the block has hooks, or takes an argument that is not supported.
+        """
+        tensors: list[torch.Tensor] = []
+        arguments, structure = flatten((args, kwargs), tensors), block.structure()
+        tensors += block.tensors.values()
+        slots = _slots(block, tensors, tracer)
+        return tensors, slots, (structure, arguments, slots.keys, current_annotations(), self._outside.state())
 
     @contextmanager
     def _tracing_block(self) -> Iterator[None]:
@@ -177,7 +186,8 @@ class RepeatedBlocks:
         self, tracer: Any, block: Block, kind: int, slots: Slots, state: Hashable, forward: Any, args: Any, kwargs: Any
     ) -> Any:
         """Trace a call, and make it a template if the previous call of its kind had the same trace."""
-        before = block.all_attributes(), self._values_outside(block)
+        with function_modes_disabled():
+            before = block.all_attributes(), self._values_outside(block)
         created, region = self._outside.count_tensors(), current_region()
         last = next(reversed(tracer.graph.nodes), None)
         earlier_reads = self._reads.copy()
@@ -188,31 +198,34 @@ class RepeatedBlocks:
             new_reads = self._reads.copy()
             self._reads |= earlier_reads
         self._attempts[kind] += 1
-        try:
-            traced = itertools.takewhile(lambda node: node is not last, reversed(tracer.graph.nodes))
-            call = traced_call([*traced][::-1], slots, result, partial(_node_of, tracer), region)
-            reads = block.reads_in(new_reads)
-            tensors: list[torch.Tensor] = []
-            arguments = flatten((args, kwargs), tensors)
-            block = Block(block.module)
-            tensors += block.tensors.values()
-            slots = _slots(block, tensors, tracer)
-            state_after = block.structure(), arguments, slots.keys, current_annotations(), self._outside.state()
-        except NotReusableError:
+        reads, is_same_environment = block.reads_in(new_reads), environment() == self._environment
+        if reads is None or not is_same_environment:
             return result
-        results: list[torch.Tensor] = []
-        flatten(result, results)
-        after = block.all_attributes(), self._values_outside(block)
-        is_unchanged = (state, before, self._environment) == (state_after, after, environment())
-        if reads is None or not is_unchanged or self._outside.holds_tensors(created, results, call.nodes):
-            return result
-        template = Template(call, reads, block.attributes(reads), state, len(tracer.module_stack))
-        previous = self._candidates.get((kind, state))
-        if previous is not None and previous.attributes == template.attributes and previous.call.key == call.key:
-            self._templates[state].append(template)
-            self._attempts[kind] = 0
-        self._candidates[kind, state] = template
+        traced = [*itertools.takewhile(lambda node: node is not last, reversed(tracer.graph.nodes))][::-1]
+        block = Block(block.module)
+        with function_modes_disabled():
+            try:
+                call = traced_call(traced, slots, result, partial(_node_of, tracer), region)
+                *_, state_after = self._state(block, tracer, args, kwargs)
+            except NotReusableError:
+                return result
+            is_unchanged = (state, before) == (state_after, (block.all_attributes(), self._values_outside(block)))
+            if is_unchanged and not self._outside.holds_tensors(created, tensors_in(result), call.nodes):
+                template = Template(call, reads, block.attributes(reads), state, len(tracer.module_stack))
+                self._add_template(template, kind)
         return result
+
+    def _add_template(self, template: Template, kind: int) -> None:
+        """Use a template if the last one of its kind is the same."""
+        previous = self._candidates.get((kind, template.state))
+        self._candidates[kind, template.state] = template
+        if (
+            previous is not None
+            and previous.attributes == template.attributes
+            and previous.call.key == template.call.key
+        ):
+            self._templates[template.state].append(template)
+            self._attempts[kind] = 0
 
     def _values_outside(self, block: Block) -> Sequence[Hashable]:
         """Return the attributes and buffers of the modules around a block."""

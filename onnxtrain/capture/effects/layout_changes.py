@@ -10,6 +10,7 @@ import torch
 
 from onnxtrain.capture.node_storage import layout_of
 from onnxtrain.errors import ChangedArgumentError
+from onnxtrain.torch_compat.dispatch import function_modes_disabled
 
 
 class Layouts:
@@ -18,7 +19,8 @@ class Layouts:
     def __init__(self, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         state = itertools.chain(module.named_parameters(), module.named_buffers())
         named = [*((f"tensor {i} of the call", t) for i, t in enumerate(tensors)), *state]
-        self._before = [(name, tensor, layout_of(tensor), tensor.requires_grad) for name, tensor in named]
+        with function_modes_disabled():
+            self._before = [(name, tensor, layout_of(tensor), tensor.requires_grad) for name, tensor in named]
         self._where = type(module).__name__
 
     def check(self) -> None:
@@ -27,6 +29,10 @@ class Layouts:
         Raises:
             ChangedArgumentError: forward changed one in place.
         """
+        with function_modes_disabled():
+            self._check()
+
+    def _check(self) -> None:
         for name, tensor, layout, requires_grad in self._before:
             if layout_of(tensor) != layout:
                 raise ChangedArgumentError(
