@@ -87,6 +87,7 @@ class _Verifier:
         self._definitions = definitions
         self._opset = opset
         self._verified = verified
+        self._integers: dict[ir.Value, Hashable] = {}  # the keys of computed sizes and axes
 
     def verify(self, graph: ir.Graph, outer: set[ir.Value]) -> None:
         """Check a graph whose nodes may read the values of `outer`."""
@@ -109,11 +110,42 @@ class _Verifier:
 
     def _verify_once(self, node: ir.Node) -> None:
         """Check a node unless an equal one passed: of the 3200 nodes of a six-layer T5, 170 are distinct."""
-        key = _node_key(node, self._opset)
+        key = self._key(node)
         if key is None or key not in self._verified:
             self._verify_node(node)
             if key is not None:
                 self._verified.add(key)
+
+    def _key(self, node: ir.Node) -> Hashable | None:
+        """Return a key of everything that the checks of a node depend on; None if it is too expensive to compare."""
+        attributes = _attributes_key(node)
+        if attributes is None or any(v is not None and (v.dtype is None or v.shape is None) for v in node.inputs):
+            return None
+        if any(value.dtype is None or value.shape is None for value in node.outputs):
+            return None
+        outputs = [(value.dtype, sizes.dims_of(value), value.const_value) for value in node.outputs]
+        inputs = tuple(map(self._input_key, node.inputs))
+        return self._opset, node.domain, node.op_type, attributes, inputs, tuple(outputs)
+
+    def _input_key(self, value: ir.Value | None) -> Hashable:
+        """Return a key of an input. An inferred shape may depend on the nodes that compute sizes and axes."""
+        if value is None:
+            return None
+        dims = sizes.dims_of(value)
+        if value.const_value is not None or value.dtype != ir.DataType.INT64 or len(dims) > 1:
+            return value.dtype, dims, value.const_value
+        key = self._integers.get(value)
+        if key is None:
+            key = self._integers[value] = self._key_of_integers(value)
+        return dims, key
+
+    def _key_of_integers(self, value: ir.Value) -> Hashable:
+        node = value.producer()
+        attributes = None if node is None else _attributes_key(node)
+        if node is None or attributes is None or any(v is None or v.shape is None for v in node.inputs):
+            return value  # by identity
+        inputs = tuple(map(self._input_key, node.inputs))
+        return node.domain, node.op_type, attributes, inputs, value.index(), value.meta.get("sizes")
 
     def _verify_node(self, node: ir.Node) -> None:
         try:
@@ -130,25 +162,14 @@ class _Verifier:
             verify_standard(node, self._opset)
 
 
-def _node_key(node: ir.Node, opset: int) -> Hashable | None:
-    """Return a key of everything that the checks of a single node depend on; None if it is too expensive to compare."""
+def _attributes_key(node: ir.Node) -> Hashable | None:
     attributes: list[Hashable] = []
     for attribute in node.attributes.values():
         if attribute.type not in _COMPARED:
             return None
         value = attribute.value
         attributes.append((attribute.name, attribute.type, tuple(value) if isinstance(value, list) else value))
-    values: list[Hashable] = []
-    for value in (*node.inputs, *node.outputs):
-        if value is None:
-            values.append(None)
-        elif value.dtype is None or value.shape is None:
-            return None
-        else:
-            values.append((value.dtype, sizes.dims_of(value), value.const_value))
-    # Size and axis inputs by identity: an inferred shape may depend on the nodes that compute them.
-    values += [v for v in node.inputs if v is not None and v.dtype == ir.DataType.INT64 and len(v.shape or ()) <= 1]
-    return opset, node.domain, node.op_type, len(node.inputs), tuple(attributes), tuple(values)
+    return tuple(attributes)
 
 
 _COMPARED = frozenset(
