@@ -12,6 +12,7 @@ from torch import nn
 
 from onnxtrain import FallbackPolicy, ORTModule
 from onnxtrain.errors import ChangedParameterError
+from tests.reference import assert_each_no_worse
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -83,18 +84,16 @@ def returns_the_assigned_value(m: Any, x: torch.Tensor) -> torch.Tensor:
 def test_results_gradients_and_buffers_match_eager(forward: Forward, wrap: Callable[[Forward], nn.Module]) -> None:
     torch.manual_seed(0)
     eager = wrap(forward)
-    ours = copy.deepcopy(eager)
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
     module = ORTModule(ours, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
     for size in (4, 4, 7):
         x = torch.randn(size, 5)
-        expected, actual = eager(x), module(x)
-        torch.testing.assert_close(actual, expected)
-        expected.sum().backward()
-        actual.sum().backward()
-        for (name, actual), (_, expected) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
-            torch.testing.assert_close(actual, expected, msg=name)
-    for actual, expected in zip(ours.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad)
+        results = module(x), eager(x), exact(x.double())
+        assert_each_no_worse("result", *results)
+        for result in results:
+            result.sum().backward()
+        assert_each_no_worse("buffer", *(dict(m.named_buffers()) for m in (ours, eager, exact)))
+    assert_each_no_worse("gradient", *([p.grad for p in m.parameters()] for m in (ours, eager, exact)))
 
 
 def changes_the_shape(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -154,9 +153,8 @@ def test_the_module_falls_back_after_such_an_assignment(forward: Forward) -> Non
         module(torch.ones(4, 5))
     eager(torch.ones(4, 5))
     x = torch.randn(3, 5)
-    torch.testing.assert_close(module(x), eager(x))
-    for actual, expected in zip(ours.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(actual, expected)
+    assert torch.equal(module(x), eager(x))
+    assert all(map(torch.equal, ours.buffers(), eager.buffers()))
 
 
 def returns_the_tensor(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -185,6 +183,5 @@ def test_writes_to_a_result_that_is_an_assigned_buffer_change_the_buffer(
     for _ in range(3):
         results.append((module(torch.ones(3, 5)).mul_(2), eager(torch.ones(3, 5)).mul_(2)))
         for (name, actual), (_, expected) in zip(ours.named_buffers(), eager.named_buffers(), strict=True):
-            torch.testing.assert_close(actual, expected, msg=name)
-    for actual, expected in results:
-        torch.testing.assert_close(actual, expected)
+            assert torch.equal(actual, expected), name
+    assert all(torch.equal(actual, expected) for actual, expected in results)
