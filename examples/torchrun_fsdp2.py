@@ -1,6 +1,6 @@
 """FSDP2 over graphs of the blocks, with checkpoints: after a failure, the run goes on from the last one.
 
-torchrun --nproc-per-node 2 --max-restarts 3 -m examples.torchrun_fsdp2 FOLDER
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 -m examples.torchrun_fsdp2 FOLDER
 """
 
 from __future__ import annotations
