@@ -117,7 +117,7 @@ def _lower(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[torch.Tensor
     def unit_for(choice: RecomputeChoice) -> Unit:
         joint = plan.planned(choice)
         unit = builder.training_unit(joint, choice)
-        stages.done("plan", joint.model, plan.sentences(choice), plan.subgraphs, builder.not_recorded(unit))
+        stages.end("plan", joint.model, plan.sentences(choice), plan.subgraphs, builder.not_recorded(unit))
         return unit
 
     captured, symbol_values = builder.captured, bind_symbols(plan.joint.model.graph.inputs, inputs)
@@ -133,6 +133,6 @@ def _lower(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[torch.Tensor
 
 def _lower_inference(builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
     captured, model, unit = builder.captured, builder.differentiation.forward, builder.inference_unit()
-    stages.done("plan", model, refused=builder.not_recorded(unit))
+    stages.end("plan", model, refused=builder.not_recorded(unit))
     symbol_values = bind_symbols(model.graph.inputs, inputs)
     return Compiled(captured, unit, stages.report(), runner(captured, unit), symbol_values, layout=builder.layout)

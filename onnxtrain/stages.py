@@ -136,7 +136,7 @@ class Stages:
         self.record(name, joint.model, changes)
         return joint
 
-    def done(
+    def end(
         self,
         name: str,
         model: ir.Model,

@@ -92,19 +92,19 @@ def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> J
             walk.add(output, cotangent)
         cotangents.append(cotangent)
     graph.inputs.extend(c for c in cotangents if c is not None)
-    walk.taken.update(c.name for c in cotangents if c is not None)
+    walk.used_names.update(c.name for c in cotangents if c is not None)
 
     for node in reversed(forward):
         walk.visit(node)
 
-    gradients = tuple(walk.total(v) if wanted else None for v, wanted in zip(graph.inputs, wrt, strict=False))
+    gradients = tuple(walk.total(v) if is_wanted else None for v, is_wanted in zip(graph.inputs, wrt, strict=False))
     flags = tuple(v in active for v in graph.outputs)
     graph.outputs.extend(g for g in gradients if g is not None)
     return Joint(model, frozenset(forward), len(flags), flags, tuple(cotangents), gradients)
 
 
 def _wrt_inputs(graph: ir.Graph, wrt: Sequence[bool]) -> list[ir.Value]:
-    return [v for v, wanted in zip(graph.inputs, wrt, strict=True) if wanted]
+    return [v for v, is_wanted in zip(graph.inputs, wrt, strict=True) if is_wanted]
 
 
 def _inline_for_gradients(model: ir.Model, wrt: Sequence[bool]) -> ir.Model:
@@ -150,7 +150,7 @@ class _Walk:
         self._op = op
         self._active = active
         self._sums: dict[ir.Value, ir.Value] = {}
-        self.taken: set[str | None] = set()  # names of the cotangent inputs
+        self.used_names: set[str | None] = set()  # names of the cotangent inputs
 
     def add(self, value: ir.Value, cotangent: ir.Value) -> None:
         """Add a contribution immediately, in eager's order: one sum per parameter is live, however many read it."""
@@ -166,21 +166,21 @@ class _Walk:
         if result is None:
             return None
         name = f"grad_{value.name}"
-        unnamed = (result.name or "").startswith("val_") and name not in self.taken
+        unnamed = (result.name or "").startswith("val_") and name not in self.used_names
         if unnamed and result.producer() is not None and not result.is_graph_output():
             result.name = name  # readable in dumps; a shared gradient keeps its first name
         return result
 
     def visit(self, node: ir.Node) -> None:
         definition = definition_of(node)
-        wanted = _active_inputs(node, definition, self._active)
-        if not wanted or not any(v in self._sums for v in node.outputs):
+        active = _active_inputs(node, definition, self._active)
+        if not active or not any(v in self._sums for v in node.outputs):
             return
         with self._op.at({**node.metadata_props, "gradient_of": node.name or node.op_type}):
             cotangents = [self.total(v) for v in node.outputs]
             assert isinstance(definition.gradient, tuple)
             rule = definition.gradient[0]
-            result = rule.build(self._op, definition.view(node, wanted), *cotangents)
+            result = rule.build(self._op, definition.view(node, active), *cotangents)
             gradients = (result,) if result is None or isinstance(result, ir.Value) else tuple(result)
             if len(gradients) != len(node.inputs):
                 raise GradientError(
@@ -193,7 +193,7 @@ class _Walk:
             for index, (value, gradient) in enumerate(zip(node.inputs, gradients, strict=True)):
                 if value is None or gradient is None or value not in self._active:
                     continue
-                if definition.input_name(index) in wanted:
+                if definition.input_name(index) in active:
                     self.add(value, self._fit(gradient, value, node))
 
     def _fit(self, gradient: ir.Value, value: ir.Value, node: ir.Node) -> ir.Value:

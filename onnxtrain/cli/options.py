@@ -13,7 +13,7 @@ from onnxtrain.options import PROCESS_VARIABLES, Knob, Resolved, resolved
 from onnxtrain.options.without_effect import VARIABLES
 
 
-def _shown(knob: Knob, value: object) -> str:
+def _formatted(knob: Knob, value: object) -> str:
     return "" if value is None else knob.kind.text(value)
 
 
@@ -23,7 +23,7 @@ def table(rows: tuple[Resolved, ...]) -> Table:
     for column in ("option", "value", "source", "meaning"):
         result.add_column(column, overflow="fold")
     for row in rows:
-        cells = (row.knob.name, _shown(row.knob, row.value), row.source, row.knob.meaning)
+        cells = (row.knob.name, _formatted(row.knob, row.value), row.source, row.knob.meaning)
         result.add_row(*(cell.replace("[", r"\[") for cell in cells), style="" if row.source == "default" else "bold")
     return result
 

@@ -225,9 +225,9 @@ def _optimizer(optimizer: object) -> Block | None:
 def _check_arguments(
     requires_grad: Sequence[str] | None, frozen_params: Sequence[str] | None, additional: object, ort_format: bool
 ) -> None:
-    both = set(requires_grad or ()) & set(frozen_params or ())
-    if both:
-        raise ArtifactError("A parameter cannot be both trained and frozen.", got=", ".join(sorted(both)))
+    in_both = set(requires_grad or ()) & set(frozen_params or ())
+    if in_both:
+        raise ArtifactError("A parameter cannot be both trained and frozen.", got=", ".join(sorted(in_both)))
     if additional is not None and not isinstance(additional, list):
         raise ArtifactError("additional_output_names must be a list of names.", got=type(additional).__name__)
     if ort_format:
@@ -282,9 +282,11 @@ class _Sources:
             frozen = [name for name in parameters if name not in requires_grad]
         if not requires_grad and self._candidates(frozen):
             names = self._candidates(())
-            shown = f"{', '.join(names[:30])}{', …' if len(names) > 30 else ''}"
+            listed = f"{', '.join(names[:30])}{', …' if len(names) > 30 else ''}"
             raise ArtifactError(
-                "No parameter is chosen for training.", expected=f"requires_grad=[...] with some of {shown}", got="none"
+                "No parameter is chosen for training.",
+                expected=f"requires_grad=[...] with some of {listed}",
+                got="none",
             )
         return Choice(list(requires_grad), list(frozen))
 

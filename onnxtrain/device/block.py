@@ -58,10 +58,10 @@ class Base:
     def new_name(self, stem: str) -> str:
         """A name that no value or node of the graph has: `stem`, with a number if needed."""
         graph = self.model.graph
-        taken = {v.name for v in (*graph.input, *graph.output, *graph.initializer, *graph.node)}
-        taken.update(output for node in graph.node for output in node.output)
+        used_names = {v.name for v in (*graph.input, *graph.output, *graph.initializer, *graph.node)}
+        used_names.update(output for node in graph.node for output in node.output)
         names = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
-        return next(name for name in names if name not in taken)
+        return next(name for name in names if name not in used_names)
 
     def append(self, op_type: str, inputs: Sequence[str], stem: str = "", domain: str = "", **attributes: Any) -> str:
         """Append a node with one output and return the output's name."""

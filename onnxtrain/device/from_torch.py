@@ -94,8 +94,8 @@ def _base(
     captured = capture_call(module, args, kwargs)
     updates = name_outputs(captured, output_names)
     _hold_parameters(module, captured)
-    light, held = hold_out(captured.model)
-    return Base(light, held, list(updates), updates)
+    light, tensors = hold_out(captured.model)
+    return Base(light, tensors, list(updates), updates)
 
 
 def capture_call(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:

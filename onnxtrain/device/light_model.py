@@ -89,18 +89,18 @@ def _copy(target: object, name: str, value: object) -> None:
 
 
 def _hold_out_ir(model: ir.Model) -> tuple[onnx.ModelProto, Tensors]:
-    held: dict[str, ir.TensorProtocol] = {}
+    tensors: dict[str, ir.TensorProtocol] = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if tensor is not None and tensor.nbytes > _LARGE:
-            held[name] = tensor
+            tensors[name] = tensor
             value.const_value = ir.ExternalTensor(_HELD, 0, 0, tensor.dtype, shape=_fixed(tensor.shape), name=name)
     try:
         light = ir.to_proto(model)
     finally:
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             model.graph.initializers[name].const_value = tensor
-    return light, held
+    return light, tensors
 
 
 def _fixed(shape: ir.ShapeProtocol) -> ir.Shape:

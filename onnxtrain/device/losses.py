@@ -116,8 +116,8 @@ class BCEWithLogitsLoss(_Loss):
         """The loss of logits float[...] against a target of the same type and shape."""
         base = current_base()
         weights = [
-            "" if given is None else base.constant(np.asarray(given, np.float32), stem)
-            for given, stem in zip(self._weights, ("weight", "pos_weight"), strict=True)
+            "" if weight is None else base.constant(np.asarray(weight, np.float32), stem)
+            for weight, stem in zip(self._weights, ("weight", "pos_weight"), strict=True)
         ]
         inputs = [loss_input_name, self._target(loss_input_name, target_name), *weights]
         while not inputs[-1]:

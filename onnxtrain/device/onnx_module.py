@@ -43,18 +43,20 @@ class OnnxModule(torch.nn.Module):
         super().__init__()
         model, scales = _with_gradients(model)
         model = prepare(model)
-        held = model.graph.initializers
+        initializers = model.graph.initializers
         buffers = {*statistics(model), *scales}
         trained = [
-            n for n, v in held.items() if v.dtype is not None and v.dtype.is_floating_point() and n not in buffers
+            n
+            for n, v in initializers.items()
+            if v.dtype is not None and v.dtype.is_floating_point() and n not in buffers
         ]
         self.outputs = [str(value.name) for value in model.graph.outputs]
         converted = convert(model, self.outputs, [*trained, *buffers], {}, training=False)
-        self.inputs = [v for v in converted.graph.inputs if v.name not in held]
+        self.inputs = [v for v in converted.graph.inputs if v.name not in initializers]
         names = []
         for name in (str(value.name) for value in converted.graph.inputs):
-            if name in held:
-                constant = held[name].const_value
+            if name in initializers:
+                constant = initializers[name].const_value
                 assert constant is not None  # an initializer has a value
                 tensor = _tensor(constant)
                 names.append(name.replace(".", "_"))
@@ -62,7 +64,7 @@ class OnnxModule(torch.nn.Module):
                     self.register_buffer(names[-1], tensor)
                 else:
                     self.register_parameter(names[-1], torch.nn.Parameter(tensor))
-        self._held = names
+        self._names = names
         self._program = Program(single_part(converted), str(converted.graph.name), torch.device("cpu"), _differentiable)
 
     @classmethod
@@ -81,7 +83,7 @@ class OnnxModule(torch.nn.Module):
 
     def forward(self, *arguments: torch.Tensor) -> Any:
         """Take the graph's inputs in order; return its output, or a tuple of its outputs."""
-        results, _ = self._program.run([*arguments, *(getattr(self, name) for name in self._held)], ())
+        results, _ = self._program.run([*arguments, *(getattr(self, name) for name in self._names)], ())
         return results[0] if len(results) == 1 else results
 
     def example(self, rows: int, other: int) -> tuple[torch.Tensor, ...]:

@@ -109,11 +109,11 @@ def _of_non_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Va
     x = _padded(op, n.x, nothing, reach) if n.ceil_mode else n.x
     x = cropped(op, x, nothing, reach)
     zero = op.scalar(0.0, like=dy)
-    taken, shares = None, []
+    assigned, shares = None, []
     for elements in _split_positions(op, x, kernel, spatial_sizes(n.y)):
         largest = op.Equal(elements, n.y)
-        first = largest if taken is None else op.And(largest, op.Not(taken))
-        taken = largest if taken is None else op.Or(taken, largest)
+        first = largest if assigned is None else op.And(largest, op.Not(assigned))
+        assigned = largest if assigned is None else op.Or(assigned, largest)
         shares.append(op.Where(first, dy, zero))
     joined = _join_positions(op, shares, kernel, spatial_sizes(n.y))
     if n.ceil_mode:
@@ -163,17 +163,17 @@ def _of_overlapping_windows(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     free, shares = None, []
     for offset in itertools.product(*map(range, kernel)):
         starts = [o * d for o, d in zip(offset, dilations, strict=True)]
-        there = strided(op, padded, starts, strides, spatial_sizes(y))
-        share = op.Cast(op.Equal(there, y), to=dtype_of(x))
+        elements = strided(op, padded, starts, strides, spatial_sizes(y))
+        share = op.Cast(op.Equal(elements, y), to=dtype_of(x))
         if free is not None:
             share = op.Mul(share, free)
-        taken = op.Sub(op.scalar(1.0, like=x), share) if free is None else op.Sub(free, share)
-        free = taken
+        unassigned = op.Sub(op.scalar(1.0, like=x), share) if free is None else op.Sub(free, share)
+        free = unassigned
         shares.append(op.Unsqueeze(op.Mul(share, dy), int64_vector(op, [2])))
     planes, windows = sizes.multiply(*sizes.dims_of(x)[:2]), len(shares)
     stacked = reshaped(op, op.Concat(*shares, axis=2), [planes, windows, *spatial_sizes(y)])
-    places = op.constant(np.eye(windows).reshape(windows, 1, *kernel), dtype_of(x))
-    spread = op.ConvTranspose(stacked, places, strides=strides, dilations=dilations)
+    kernel_positions = op.constant(np.eye(windows).reshape(windows, 1, *kernel), dtype_of(x))
+    spread = op.ConvTranspose(stacked, kernel_positions, strides=strides, dilations=dilations)
     missing = [
         sizes.maximum(0, sizes.subtract(sizes.add(s, p), r))
         for s, p, r in zip(spatial_sizes(x), pads, reach, strict=True)
@@ -188,10 +188,10 @@ def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.
         sizes.maximum(0, sizes.subtract(r, sizes.add(s, p)))
         for r, s, p in zip(reach, spatial_sizes(x), pads, strict=True)
     ]
-    if not any(pads) and all(more == 0 for more in after):
+    if not any(pads) and all(padding == 0 for padding in after):
         return x
-    longer = [sizes.add(s, p, more) for s, p, more in zip(spatial_sizes(x), pads, after, strict=True)]
+    padded_sizes = [sizes.add(s, p, padding) for s, p, padding in zip(spatial_sizes(x), pads, after, strict=True)]
     inputs = (x, op.sizes([*pads, *after]), op.scalar(-np.inf, like=x), int64_vector(op, range(2, 2 + len(pads))))
-    whole = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *longer))
-    result: ir.Value = op.node(ONNX, "Pad", inputs, {}, types=[whole]).outputs[0]
+    padded_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *padded_sizes))
+    result: ir.Value = op.node(ONNX, "Pad", inputs, {}, types=[padded_type]).outputs[0]
     return result

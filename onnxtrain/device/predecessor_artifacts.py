@@ -45,10 +45,10 @@ def converted_graph(path: Path, kind: str, parameters: Sequence[str], trainable:
     outputs = _cut(model, parameters)
     model.graph.name = model.graph.name or path.stem
     extended = Extended(Base(*hold_out(model)), outputs, [])
-    held = [name for name in parameters if name in extended.parameters()]
+    parameter_names = [name for name in parameters if name in extended.parameters()]
     choice = Choice(
-        [name for name in held if name in trainable],
-        [name for name in held if name not in trainable and name not in extended.buffers],
+        [name for name in parameter_names if name in trainable],
+        [name for name in parameter_names if name not in trainable and name not in extended.buffers],
     )
     result = extended.training(choice) if kind == "training" else extended.evaluation(choice)
     content: bytes = ir.to_proto(result).SerializeToString()

@@ -173,7 +173,7 @@ class TensorType:
         return (
             dtype == self.dtype
             and len(shape) == len(self.shape)
-            and all(size == given for size, given in zip(self.shape, shape, strict=True) if isinstance(size, int))
+            and all(size == actual for size, actual in zip(self.shape, shape, strict=True) if isinstance(size, int))
         )
 
     def __str__(self) -> str:

@@ -119,11 +119,11 @@ class Module:
         names, size = self._names(trainable_only), self.get_parameters_size(trainable_only)
         dtype = self._require_one_dtype(trainable_only)
         if flat.shape != (size,) or dtype_name(flat) != dtype:
-            what = "The buffer has the wrong length or dtype."
-            raise TrainingError(what, None, f"{dtype} ({size},)", f"{dtype_name(flat)} {flat.shape}")
+            message = "The buffer has the wrong length or dtype."
+            raise TrainingError(message, None, f"{dtype} ({size},)", f"{dtype_name(flat)} {flat.shape}")
         if self._state.nominal and len(names) < len(self._names(trainable_only=False)):
-            what = "A nominal state cannot be filled partially."
-            raise TrainingError(what, "trainable_only=", False, True, "Pass all parameters in one buffer.")
+            message = "A nominal state cannot be filled partially."
+            raise TrainingError(message, "trainable_only=", False, True, "Pass all parameters in one buffer.")
         ends = np.cumsum([math.prod(self._shape(name)) for name in names])
         parts = np.split(flat, ends[:-1])
         self._state.fill({name: part.reshape(self._shape(name)) for name, part in zip(names, parts, strict=True)})
@@ -139,8 +139,8 @@ class Module:
             TrainingError: there is no eval graph, or it has no value of such a name.
         """
         if self._eval is None:
-            what = "The export for inference needs an eval graph."
-            raise TrainingError(what, todo="Pass eval_model_uri to Module.")
+            message = "The export for inference needs an eval graph."
+            raise TrainingError(message, todo="Pass eval_model_uri to Module.")
         content = self._state.content()
         export_for_inferencing(self._eval.path, content.parameters, inference_model_uri, graph_output_names)
 
@@ -168,8 +168,8 @@ class Module:
     def _checked(self, user_inputs: Sequence[Value], graph: Graph) -> Sequence[Value]:
         names = graph.metadata.inputs
         if len(user_inputs) != len(names):
-            what = "The call has the wrong number of inputs."
-            raise TrainingError(what, str(graph.path), ", ".join(names), f"{len(user_inputs)} inputs")
+            message = "The call has the wrong number of inputs."
+            raise TrainingError(message, str(graph.path), ", ".join(names), f"{len(user_inputs)} inputs")
         for name, value in zip(names, user_inputs, strict=True):
             if not isinstance(value, np.ndarray | np.generic | OrtValue):
                 got = type(value).__name__
@@ -195,8 +195,8 @@ class Module:
     def _require_one_dtype(self, trainable_only: bool) -> str:
         dtypes = {self._state.type_of(name)[0] for name in self._names(trainable_only)}
         if len(dtypes) > 1:
-            what = "Parameters of several dtypes cannot be copied to or from one buffer."
-            raise TrainingError(what, None, "one dtype", ", ".join(sorted(dtypes)), "Use state.parameters by name.")
+            message = "Parameters of several dtypes cannot be copied to or from one buffer."
+            raise TrainingError(message, None, "one dtype", ", ".join(sorted(dtypes)), "Use state.parameters by name.")
         return dtypes.pop() if dtypes else "float32"
 
 

@@ -41,8 +41,8 @@ class Extended:
 
     def parameters(self) -> Mapping[str, ir.TensorProtocol]:
         """The data of all initializers."""
-        held = self._model.graph.initializers.items()
-        return {name: value.const_value for name, value in held if value.const_value is not None}
+        initializers = self._model.graph.initializers.items()
+        return {name: value.const_value for name, value in initializers if value.const_value is not None}
 
     def training(self, choice: Choice, *, portable: bool = False) -> ir.Model:
         """Build the graph of a training step."""
@@ -56,9 +56,9 @@ class Extended:
     def ordered(self, choice: Choice) -> tuple[list[str], list[str], list[str]]:
         """The trainable parameters, the frozen ones and the buffers, each in the order of the model."""
         names = list(self._model.graph.initializers)
-        both = set(choice.trainable) & {*choice.frozen, *self.buffers}
-        if both:
-            raise ArtifactError("A parameter cannot be both trained and frozen.", got=", ".join(sorted(both)))
+        in_both = set(choice.trainable) & {*choice.frozen, *self.buffers}
+        if in_both:
+            raise ArtifactError("A parameter cannot be both trained and frozen.", got=", ".join(sorted(in_both)))
         buffers = [name for name in names if name in self.buffers]
         frozen = [name for name in names if name in choice.frozen and name not in buffers]
         return [name for name in names if name in choice.trainable], frozen, buffers
@@ -77,13 +77,13 @@ class Extended:
         updates = self._updates if training else {}
         model = convert(self._model, outputs, names, updates, training=training)
         inputs = self._inputs()
-        wanted = [name for name in inputs if name in choice.trainable]
-        return model, Roles(inputs, self._outputs, trainable, frozen, buffers, self._forward_outputs, wanted)
+        trained = [name for name in inputs if name in choice.trainable]
+        return model, Roles(inputs, self._outputs, trainable, frozen, buffers, self._forward_outputs, trained)
 
     def _inputs(self) -> list[str]:
         """The names of the inputs of a call."""
-        held = self._model.graph.initializers
-        return [str(value.name) for value in self._model.graph.inputs if value.name not in held]
+        initializers = self._model.graph.initializers
+        return [str(value.name) for value in self._model.graph.inputs if value.name not in initializers]
 
 
 class TrainingBlock(Block):

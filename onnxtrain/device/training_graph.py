@@ -228,11 +228,11 @@ def _refuse_opaque(graph: ir.Graph, roles: Roles) -> None:
 
 def _reaching(graph: ir.Graph, value: ir.Value) -> set[ir.Node]:
     """The nodes that a value depends on."""
-    wanted, nodes = {value}, set()
+    needed, nodes = {value}, set()
     for node in reversed(graph):
-        if any(v in wanted for v in node.outputs):
+        if any(v in needed for v in node.outputs):
             nodes.add(node)
-            wanted.update(traversal.reads(node))
+            needed.update(traversal.reads(node))
     return nodes
 
 

@@ -138,9 +138,9 @@ class PackedVariants:
 
     def _stage(self) -> StageReport:
         """The plan, for the report."""
-        done = PassReport("pack_tokens", self._took_ms, tuple(self._changes.applied), tuple(self._changes.refused))
-        applied = tuple(f"{done.name}: {text}" for text in done.applied)
-        return StageReport("pack", self._took_ms, len(self._model.graph), applied, done.refused, (done,))
+        report = PassReport("pack_tokens", self._took_ms, tuple(self._changes.applied), tuple(self._changes.refused))
+        applied = tuple(f"{report.name}: {text}" for text in report.applied)
+        return StageReport("pack", self._took_ms, len(self._model.graph), applied, report.refused, (report,))
 
     def _runner(
         self, plan: PackingPlan, dense: Compiled, module_name: str, rerun: Rerun, compile_packed: Compile

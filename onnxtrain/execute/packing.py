@@ -160,8 +160,8 @@ class PackingCheck:
         any_row = any(reader.kind == "result" for reader in self.readers)
         for mask, visible in zip(self.masks, all_visible, strict=True):
             rows = read[:, None, :, None] if visible.size(2) > 1 else read.any(1)[:, None, None, None]
-            shown = visible & rows if mask.packed and not any_row else visible
-            keeps = keeps | shown.any(2).any(1)
+            selected = visible & rows if mask.packed and not any_row else visible
+            keeps = keeps | selected.any(2).any(1)
         return keeps
 
     def _is_causal(self, values: Sequence[Tensor | None], all_visible: Sequence[Tensor], keeps: Tensor) -> bool | None:

@@ -167,7 +167,7 @@ class _Writer:
         self._names: dict[ir.Value, _Ref] = {}
         self._host: dict[ir.Value, Any] = {}
         self._globals: dict[int, str] = {}
-        self._taken: set[str] = {
+        self._used_names: set[str] = {
             "arguments",
             "sizes",
             "program",
@@ -386,10 +386,10 @@ class _Writer:
         if not base or base[0].isdigit() or keyword.iskeyword(base):
             base = f"v_{base}"
         name, suffix = base, 1
-        while name in self._taken:
+        while name in self._used_names:
             suffix += 1
             name = f"{base}_{suffix}"
-        self._taken.add(name)
+        self._used_names.add(name)
         return name
 
     # Expressions

@@ -47,13 +47,13 @@ from onnxtrain.system.garbage_collector import collector_paused
 class _Entry:
     """The compiled unit for one key and one state of the module, or None if such calls fall back."""
 
-    __slots__ = ("_patience", "_seen", "compiled", "fallback", "fast_path", "guards", "reads", "state")
+    __slots__ = ("_misses", "_patience", "compiled", "fallback", "fast_path", "guards", "reads", "state")
 
     def __init__(self, state: ModuleState, compiled: Compiled | None, fallback: Call | None = None) -> None:
         self.state = state
         self.fallback = fallback  # runs the module in pieces, between graph breaks
         self.fast_path: FastPath | None = None
-        self._seen = 0  # calls that missed the fast path since `fast_path` was made
+        self._misses = 0  # calls that missed the fast path since `fast_path` was made
         self._patience = 1
         self.compiled = compiled
         self.reads = compiled.captured.reads if compiled is not None else frozenset()
@@ -61,15 +61,15 @@ class _Entry:
 
     def learn(self, module: torch.nn.Module, structure: Structure, tensors: list[torch.Tensor]) -> None:
         """Make the fast path for such calls; make it again, after ever more calls, if the module has changed."""
-        self._seen += 1
-        if self.compiled is None or self._seen < self._patience:
+        self._misses += 1
+        if self.compiled is None or self._misses < self._patience:
             return
         snapshot = self.state.current_snapshot(module)
         self.fast_path = None
         if snapshot is not None:
             compiled = self.compiled
             self.fast_path = compile_fast_path(snapshot, compiled.captured.guards, structure, tensors, compiled.run)
-        self._seen, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
+        self._misses, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
 
     def suggestion(self, tensors: list[torch.Tensor]) -> Example | None:
         """Example sizes with which a new capture may turn out to be the same graph as this one."""
@@ -317,8 +317,8 @@ class Engine:
     def _capture(self, key: Any, tensors: list[torch.Tensor], structure: Structure, watch: SideEffects) -> _Entry:
         """Capture, and compile unless the same graph is compiled already."""
         module = self._module
-        same = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.state.matches(module)]
-        suggested = [s for e in same if (s := e.suggestion(tensors)) is not None]
+        matching = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.state.matches(module)]
+        suggested = [s for e in matching if (s := e.suggestion(tensors)) is not None]
         captured = self._captured(structure, tensors, watch, suggested)
         captured = keep_outputs(captured, self._options.keep_outputs)
         mode = module.training if self._options.save_graphs is not None else None  # it is in the names of the files
@@ -326,7 +326,7 @@ class Engine:
             captured = replace(captured, reads=captured.reads | {(id(module), "training")})
         if not self._options.custom_autograd:
             refuse_functions(captured.model)
-        for entry in same:
+        for entry in matching:
             if entry.adopts(captured, module):
                 return entry
         names = [s.name for s in captured.sources if s.kind != "input"]

@@ -293,14 +293,14 @@ def _values_in_torch(
 ) -> dict[str, torch.Tensor]:
     """Each value of the exported graph as PyTorch computes it, and its gradient as `grad_<value>`."""
     own = {s.name: _to(t, dtype) for s, t in zip(captured.sources, inputs, strict=True) if s.kind != "input"}
-    given = iter([_to(t, dtype) for s, t in zip(captured.sources, inputs, strict=True) if s.kind == "input"])
+    call_arguments = iter([_to(t, dtype) for s, t in zip(captured.sources, inputs, strict=True) if s.kind == "input"])
     constants = iter([_to(t, dtype) for t in exported.constants])
     arguments = []
     placeholders = sum(node.op == "placeholder" for node in exported.graph_module.graph.nodes)
     for kind, target in exported.signature[:placeholders]:
         name = str(target or "").removeprefix("module.")
         if kind == InputKind.USER_INPUT:
-            arguments.append(next(given))
+            arguments.append(next(call_arguments))
         else:
             constant = next(constants) if kind == InputKind.CONSTANT_TENSOR else None
             arguments.append(own.get(name, constant))

@@ -107,8 +107,10 @@ class Builder:
         schema = self._schemas(domain, op_type)
         attributes = {name: value for name, value in attributes.items() if value is not None}
         if unknown := attributes.keys() - schema.attributes.keys():
-            known = ", ".join(schema.attributes) or "none"
-            raise GraphError(f"unknown attributes of {op_type}", expected=known, got=", ".join(sorted(unknown)))
+            attribute_names = ", ".join(schema.attributes) or "none"
+            raise GraphError(
+                f"unknown attributes of {op_type}", expected=attribute_names, got=", ".join(sorted(unknown))
+            )
         node = ir.Node(
             domain,
             op_type,
@@ -283,5 +285,5 @@ def as_sizes(value: ir.Value) -> Sizes | None:
     """Return the sizes that an int64 vector holds, or None if they are not known at compile time."""
     if value.const_value is not None:
         return tuple(int(v) for v in value.const_value.numpy().reshape(-1))
-    held: Sizes | None = value.meta.get("sizes")
-    return held
+    elements: Sizes | None = value.meta.get("sizes")
+    return elements

@@ -182,10 +182,10 @@ def name_uniquely(graph: ir.Graph) -> None:
 def unique(name: str, taken: set[str]) -> str:
     """Return the name, with a number if it is taken, and add it to the taken ones."""
     candidate, number = name, 1
-    while candidate in taken:
+    while candidate in used_names:
         number += 1
         candidate = f"{name}_{number}"
-    taken.add(candidate)
+    used_names.add(candidate)
     return candidate
 
 

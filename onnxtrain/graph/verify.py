@@ -178,9 +178,9 @@ _COMPARED = frozenset(
 
 
 def _fault(
-    node: ir.Node, what: str, expected: object = None, got: object = None, todo: str | None = None
+    node: ir.Node, problem: str, expected: object = None, got: object = None, todo: str | None = None
 ) -> GraphError:
-    return GraphError(f"{traversal.describe(node)}: {what}", traversal.origin(node), expected, got, todo)
+    return GraphError(f"{traversal.describe(node)}: {problem}", traversal.origin(node), expected, got, todo)
 
 
 def _not_ready(node: ir.Node, value: ir.Value, graph: ir.Graph) -> GraphError:
@@ -250,8 +250,8 @@ def _verify_inputs(node: ir.Node, definition: Definition) -> None:
 def _verify_attributes(node: ir.Node, definition: Definition) -> None:
     unknown = sorted(node.attributes.keys() - definition.attributes.keys())
     if unknown:
-        known = ", ".join(definition.attributes) or "none"
-        raise _fault(node, "has unknown attributes", known, ", ".join(unknown))
+        attribute_names = ", ".join(definition.attributes) or "none"
+        raise _fault(node, "has unknown attributes", attribute_names, ", ".join(unknown))
     missing = sorted(definition.required_attributes - node.attributes.keys())
     if missing:
         raise _fault(node, f"lacks the required attributes {', '.join(missing)}")
@@ -356,8 +356,8 @@ def verify_standard(node: ir.Node, opset: int) -> None:
     for attribute in node.attributes.values():
         expected_type = schema.attributes.get(attribute.name)
         if expected_type != attribute.type.name:
-            what = f"attribute {attribute.name!r} does not match ONNX's schema"
-            raise _fault(node, what, expected_type or ", ".join(schema.attributes), attribute.type.name)
+            problem = f"attribute {attribute.name!r} does not match ONNX's schema"
+            raise _fault(node, problem, expected_type or ", ".join(schema.attributes), attribute.type.name)
     missing = sorted(schema.required - node.attributes.keys())
     if missing:
         raise _fault(node, f"lacks the required attributes {', '.join(missing)}")

@@ -144,8 +144,8 @@ def peak_bytes(allocations: Iterable[Allocation]) -> int:
     """The peak of bytes held at once, relative to the start of the recording."""
     changes = [(one.start, one.bytes) for one in allocations if one.start is not None]
     changes += [(one.end, -one.bytes) for one in allocations if one.end is not None]
-    held, peak = 0, 0
+    live, peak = 0, 0
     for _, change in sorted(changes, key=lambda change: change[0]):
-        held += change
-        peak = max(peak, held)
+        live += change
+        peak = max(peak, live)
     return peak

@@ -63,9 +63,9 @@ class DensityWatch:
         except RuntimeError:  # it runs in PyTorch: the roles of its inputs are unknown
             return output
         tensors, _ = flatten_call(args, kwargs)
-        found = densities(captured, tensors)
-        if found and not rank():
-            print(f"{self._name} step {step}: {', '.join(found)}", flush=True)  # noqa: T201  the variable asks for it
+        measured = densities(captured, tensors)
+        if measured and not rank():
+            print(f"{self._name} step {step}: {', '.join(measured)}", flush=True)  # noqa: T201  the variable asks for it
         return output
 
 
@@ -83,12 +83,12 @@ def _measures(captured: Captured) -> Iterator[_Measure]:
     """The inputs of a capture with elements that do not count, each once."""
     graph = captured.model.graph
     index_of = {v: s.index for v, s in zip(graph.inputs, captured.sources, strict=True) if s.kind == "input"}
-    seen = set[ir.Value]()
+    visited = set[ir.Value]()
     for node in graph:
         for value, claim, empty in _values_with_empty_elements(node):
             for source in _sources(value):
-                if source in index_of and source not in seen:
-                    seen.add(source)
+                if source in index_of and source not in visited:
+                    visited.add(source)
                     yield _Measure(source.name or "", index_of[source], claim, empty)
 
 
@@ -109,7 +109,7 @@ def _values_with_empty_elements(node: ir.Node) -> Iterator[tuple[ir.Value, str, 
 
 def _sources(value: ir.Value) -> Iterator[ir.Value]:
     """The graph inputs that a value is computed from, if all of them are integers or booleans."""
-    pending, seen, inputs = [value], {value}, list[ir.Value]()
+    pending, visited, inputs = [value], {value}, list[ir.Value]()
     while pending:
         current = pending.pop()
         node = current.producer()
@@ -121,10 +121,10 @@ def _sources(value: ir.Value) -> Iterator[ir.Value]:
         for index, read in enumerate(node.inputs):
             if (
                 read is not None
-                and read not in seen
+                and read not in visited
                 and definition.input_name(index) not in definition.shape_only_inputs
             ):
-                seen.add(read)
+                visited.add(read)
                 pending.append(read)
     if not any(is_float(dtype_of(v)) for v in inputs):
         yield from inputs

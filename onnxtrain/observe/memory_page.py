@@ -65,9 +65,9 @@ class Chart:
 def cells(group: TensorGroup) -> tuple[str, ...]:
     """The row of a group in the table of tensors, by COLUMNS."""
     sizes = f"{group.dtype} {'×'.join(map(str, group.shape)) or 'scalar'}"
-    held = f"{group.held_for}, {group.status}" if group.status == "recomputed" else group.held_for
+    lifetime = f"{group.held_for}, {group.status}" if group.status == "recomputed" else group.held_for
     return (
-        as_bytes(group.bytes), str(group.count), sizes, group.op, group.module or "(model)", group.line, held,
+        as_bytes(group.bytes), str(group.count), sizes, group.op, group.module or "(model)", group.line, lifetime,
         str(group.at_peak),
     )  # fmt: skip
 

@@ -53,12 +53,12 @@ class Interval:
 
     start: float
     end: float
-    held: tuple[int, ...]
+    bytes_by_band: tuple[int, ...]
     doing: str = ""
 
     @property
     def total(self) -> int:
-        return sum(self.held)
+        return sum(self.bytes_by_band)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def as_bytes(count: float) -> str:
 
 def legend(timelines: Sequence[MemoryTimeline]) -> str:
     """The legend of the bands in these charts, as HTML."""
-    present = [any(s.held[band] for t in timelines for s in t.intervals) for band in range(len(BANDS))]
+    present = [any(s.bytes_by_band[band] for t in timelines for s in t.intervals) for band in range(len(BANDS))]
     items = [
         f'<span style="--band: var(--b{band})">{escape(name)}</span>'
         for band, name in enumerate(BANDS)
@@ -174,7 +174,7 @@ def _number(value: float) -> str:
 
 
 def _described(interval: Interval) -> str:
-    rows = [f"{as_bytes(held)} {name}" for name, held in zip(BANDS, interval.held, strict=True) if held]
+    rows = [f"{as_bytes(size)} {name}" for name, size in zip(BANDS, interval.bytes_by_band, strict=True) if size]
     return "\n".join([f"{as_bytes(interval.total)} in all", *rows, *([interval.doing] if interval.doing else [])])
 
 
@@ -190,7 +190,7 @@ def _coarse(intervals: Sequence[Interval]) -> list[Interval]:
     merged = []
     for group in groups.values():
         most = max(group, key=lambda interval: interval.total)
-        merged.append(Interval(group[0].start, group[-1].end, most.held, most.doing))
+        merged.append(Interval(group[0].start, group[-1].end, most.bytes_by_band, most.doing))
     return merged
 
 
@@ -208,7 +208,7 @@ def _areas(
 ) -> Iterator[str]:
     below = [0] * len(intervals)
     for band in range(len(BANDS)):
-        above = [base + interval.held[band] for base, interval in zip(below, intervals, strict=True)]
+        above = [base + interval.bytes_by_band[band] for base, interval in zip(below, intervals, strict=True)]
         if above != below:
             upper = [(x, down(y)) for s, y in zip(intervals, above, strict=True) for x in (s.start, s.end)]
             lower = [(x, down(y)) for s, y in zip(intervals, below, strict=True) for x in (s.start, s.end)]

@@ -53,16 +53,16 @@ def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str
         changes[one.first][_BAND[one.kind]] += one.nbytes
         last = len(plan.nodes) if one.kind is Kind.GRADIENT else one.last
         changes[min(last, len(plan.nodes) - 1) + 1][_BAND[one.kind]] -= one.nbytes
-    held = dict.fromkeys(_BAND.values(), 0)
+    live = dict.fromkeys(_BAND.values(), 0)
     intervals: list[Interval] = []
     backward = 0
     for position, node in enumerate(plan.nodes):
-        held = {band: held[band] + changes[position][band] for band in held}
+        live = {band: live[band] + changes[position][band] for band in live}
         if storages.host.issuperset(node.outputs):
             continue
         if position < plan.forward:
             backward = len(intervals) + 1
-        now = {**state, **held, "temporary": held["temporary"] + plan.workspace[position]}
+        now = {**state, **live, "temporary": live["temporary"] + plan.workspace[position]}
         module = node.metadata_props.get("module", "")
         doing = f"{'gradient of ' * ('gradient_of' in node.metadata_props)}{node.op_type} {module}".strip()
         intervals.append(Interval(len(intervals), len(intervals) + 1, held_by_band(now), doing))
@@ -91,8 +91,8 @@ def largest_tensors(
         count: the maximum number of groups.
         recomputed: the names of the values that backward recomputes.
     """
-    held, recomputed_names = plan.held(), set(recomputed)
-    peak = max(range(len(held)), key=held.__getitem__, default=0)
+    live_bytes, recomputed_names = plan.live_bytes(), set(recomputed)
+    peak = max(range(len(live_bytes)), key=live_bytes.__getitem__, default=0)
     groups: dict[TensorGroup, list[PlannedAllocation]] = {}
     for one in plan.allocations:
         node = one.value.producer()
@@ -217,16 +217,16 @@ def _measured(title: str, recording: Recording, gradients: set[int], state: Mapp
         + [(one.end, -one.bytes, bands[one], "") for one in own if one.end is not None and one.end <= end],
         key=lambda change: change[0],
     )
-    held = dict.fromkeys(_BAND.values(), 0)
+    live = dict.fromkeys(_BAND.values(), 0)
     intervals = [Interval(0.0, 0.0, held_by_band(state))]
     for at, change, name, span in changes:
-        held[name] += change
+        live[name] += change
         ms = (at - start) / 1000
         last = intervals[-1]
-        intervals[-1] = Interval(last.start, ms, last.held, last.doing)
-        intervals.append(Interval(ms, ms, held_by_band({**state, **held}), span))
+        intervals[-1] = Interval(last.start, ms, last.bytes_by_band, last.doing)
+        intervals.append(Interval(ms, ms, held_by_band({**state, **live}), span))
     last = intervals[-1]
-    intervals[-1] = Interval(last.start, (end - start) / 1000, last.held, last.doing)
+    intervals[-1] = Interval(last.start, (end - start) / 1000, last.bytes_by_band, last.doing)
     phases = [
         (r.name, (r.start - start) / 1000) for r in recording.ranges if r.name in (_FORWARD, _BACKWARD, _OPTIMIZER)
     ]

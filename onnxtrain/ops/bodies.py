@@ -207,16 +207,16 @@ def close(graph: ir.Graph, outputs: Sequence[ir.Value], names: Sequence[str | No
     An input, an initializer or a value that is an output already is passed through an Identity, because ONNX requires
     each output to be a different node's output.
     """
-    taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
+    used_names = {v.name for v in (*graph.inputs, *graph.initializers.values())}
     for value, name in zip(outputs, names, strict=True):
         if value.producer() is None or value.graph is not graph or value.is_graph_output():
             node = ir.Node(ONNX, "Identity", [value])
             node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
             graph.append(node)
             value = node.outputs[0]
-        while name in taken:  # the name of an input or of another output
+        while name in used_names:  # the name of an input or of another output
             name = f"{name}_copy"
-        taken.add(name)
+        used_names.add(name)
         value.name = name
         graph.outputs.append(value)
 

@@ -90,9 +90,9 @@ def _size(number: Any) -> Size:
 
 def known_ints(value: ir.Value) -> Sizes | None:
     """Return the integers of an int64 scalar or vector, if they follow from constants and sizes; else None."""
-    known = as_sizes(value)
-    if known is not None:
-        return known
+    elements = as_sizes(value)
+    if elements is not None:
+        return elements
     computed = _computed(value)
     if computed is None:
         return None
@@ -121,9 +121,9 @@ def _computed(value: ir.Value) -> Any:
     if value.const_value is not None:
         array = value.const_value.numpy()
         return int(array) if array.ndim == 0 else tuple(int(v) for v in array)
-    known = as_sizes(value)
-    if known is not None and rank_of(value) == 1:
-        return tuple(map(SizeExpression, known))
+    elements = as_sizes(value)
+    if elements is not None and rank_of(value) == 1:
+        return tuple(map(SizeExpression, elements))
     node = value.producer()
     if node is None:
         return None

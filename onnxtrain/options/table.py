@@ -49,8 +49,8 @@ def replace_default(name: str, value: object) -> None:
     Raises:
         OptionError: an invalid value.
     """
-    given: dict[str, Any] = {name: value}
-    _REPLACED_DEFAULTS[name] = getattr(Options(**given), name)
+    values: dict[str, Any] = {name: value}
+    _REPLACED_DEFAULTS[name] = getattr(Options(**values), name)
 
 
 # Variables of the whole process, as opposed to options of a module.
@@ -315,17 +315,17 @@ class _Settled:
         for former in FORMER.values():
             self._set_former_by_environment(former)
         for knob in knobs():
-            if (given := knob.from_environment()) is not None:
-                self.sources[knob.name], self.values[knob.name] = given
+            if (setting := knob.from_environment()) is not None:
+                self.sources[knob.name], self.values[knob.name] = setting
 
-    def set_all(self, given: Mapping[str, object], source: str, where: Callable[[str], str]) -> None:
+    def set_all(self, values: Mapping[str, object], source: str, where: Callable[[str], str]) -> None:
         """Set options by name; where a former one and its replacement are both given, the replacement counts."""
-        former = {name: parse(name, FORMER[name].kind, given[name], where(name)) for name in FORMER if name in given}
+        former = {name: parse(name, FORMER[name].kind, values[name], where(name)) for name in FORMER if name in values}
         for name, value in former.items():
             self._set_former(FORMER[name], value, source)
         for knob in knobs():
-            if knob.name in given:
-                self.values[knob.name] = knob.read(given[knob.name], where(knob.name))
+            if knob.name in values:
+                self.values[knob.name] = knob.read(values[knob.name], where(knob.name))
                 self.sources[knob.name] = source
 
     def _set_former_by_environment(self, former: FormerOption) -> None:

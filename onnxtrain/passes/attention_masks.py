@@ -121,12 +121,12 @@ def mask_of(node: ir.Node, packed: bool) -> Mask:
 
 def depends_on_data_only(value: ir.Value | None) -> bool:
     """Return whether a value depends on integer and boolean inputs only: not on parameters or random numbers."""
-    worklist, seen = [value], set[ir.Value | None]()
+    worklist, visited = [value], set[ir.Value | None]()
     while worklist:
         v = worklist.pop()
-        if v is None or v in seen or v.const_value is not None:
+        if v is None or v in visited or v.const_value is not None:
             continue
-        seen.add(v)
+        visited.add(v)
         node = v.producer()
         if node is None:
             if is_float(dtype_of(v)):

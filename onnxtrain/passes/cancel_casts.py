@@ -77,12 +77,12 @@ class _WideRegion:
 def _wide_region(narrowing: ir.Node) -> _WideRegion | None:
     """Return the region between this cast and the widening casts that it cancels; None if the cast rounds."""
     region = _WideRegion(dtype_of(narrowing.outputs[0]))
-    worklist, seen = [narrowing.inputs[0]], set[ir.Value]()
+    worklist, visited = [narrowing.inputs[0]], set[ir.Value]()
     while worklist:
         value = worklist.pop()
-        if value is None or value in seen:
+        if value is None or value in visited:
             continue
-        seen.add(value)
+        visited.add(value)
         producer = value.producer()
         if producer is None or value.is_graph_output() or len(value.uses()) > 1:
             return None

@@ -22,25 +22,25 @@ class Formulas:
     """The formulas of a graph's values, each computed once."""
 
     def __init__(self) -> None:
-        self._found: dict[ir.Value, Formula | None] = {}
+        self._formulas: dict[ir.Value, Formula | None] = {}
         self._depth = 0
 
-    def of(self, value: ir.Value) -> Formula | None:
+    def formula_of(self, value: ir.Value) -> Formula | None:
         """Return the formula of a value's elements; None if it is not known."""
-        if value not in self._found:
+        if value not in self._formulas:
             self._depth += 1
-            found = self._compute(value) if self._depth <= _DEEPEST else None
+            formula = self._compute(value) if self._depth <= _DEEPEST else None
             self._depth -= 1
-            self._found[value] = None if found is None else _normal(found, value)
-        return self._found[value]
+            self._formulas[value] = None if formula is None else _normal(formula, value)
+        return self._formulas[value]
 
     def _compute(self, value: ir.Value) -> Formula | None:
         array = constant_of(value)
         if array is not None:
             return _of_array(array)
         node = value.producer()
-        entry = None if node is None else ELEMENT_FORMULAS.of(node)
-        return None if node is None or entry is None else entry(view(node), self.of)
+        entry = None if node is None else ELEMENT_FORMULAS.formula_of(node)
+        return None if node is None or entry is None else entry(view(node), self.formula_of)
 
 
 def _normal(formula: Formula, value: ir.Value) -> Formula | None:

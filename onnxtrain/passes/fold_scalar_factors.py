@@ -76,9 +76,9 @@ def fold_scalar_factors(graph: ir.Graph, changes: Changes) -> None:
                 node, 'its graph reproduces eager\'s random numbers (rng="torch") and its order of operations'
             )
             return
-        product = _combine(op, scaling)
-        if product is not None:
-            worklist.append(product)
+        new_node = _combine(op, scaling)
+        if new_node is not None:
+            worklist.append(new_node)
             combined += 1
         elif scaling.factor == 1 and not reaches_output(scaling.y):
             _remove(graph, scaling)
@@ -100,9 +100,9 @@ def _move(op: Builder, scaling: _Scaling, worklist: deque[ir.Node], changes: Cha
         if dtype_of(scaling.x) == ir.DataType.FLOAT16:
             changes.refuse(scaling.node, f"its factor is not folded into {kind}: float16 might overflow or underflow")
         elif target.factor.absorb is None:
-            product = _scale_operand(op, scaling, target)
-            if product is not None:
-                worklist.append(product)
+            scaled = _scale_operand(op, scaling, target)
+            if scaled is not None:
+                worklist.append(scaled)
                 return True
         elif _absorb(op, scaling, target):
             return True
@@ -167,8 +167,8 @@ def _target_after(scaling: _Scaling) -> _Target | None:
         node, index = next(iter(value.uses()))
         factor = _factor(node)
         if factor is not None:
-            taken = factor.absorb is not None and definition_of(node).input_name(index) in factor.inputs
-            return _Target(node, factor, value) if taken else None
+            absorbed = factor.absorb is not None and definition_of(node).input_name(index) in factor.inputs
+            return _Target(node, factor, value) if absorbed else None
         if _moved_input(node) is not value:
             return None
         value = node.outputs[0]
@@ -209,10 +209,10 @@ def _scale_operand(op: Builder, scaling: _Scaling, target: _Target) -> ir.Node |
     if operand is None or not _is_smaller(operand, target.value):
         return None
     with nodes_before(op, target.node):
-        product = op.Mul(operand, op.scalar(scaling.factor, like=operand))
-    target.node.replace_input_with(0, product)
+        scaled = op.Mul(operand, op.scalar(scaling.factor, like=operand))
+    target.node.replace_input_with(0, scaled)
     _remove(op.graph, scaling)
-    return _producer(product)
+    return _producer(scaled)
 
 
 def _is_smaller(a: ir.Value, b: ir.Value) -> bool:

@@ -18,7 +18,7 @@ from onnxtrain.passes.rewriting import only_user, same_checkpoint, substitute
 
 def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
     """Fuse the activations of `graph` into the nodes before them."""
-    done: dict[str, int] = {}
+    fused: dict[str, int] = {}
     for node in list(graph):
         y = node.inputs[0] if len(node.inputs) == 1 else None
         source = None if y is None else y.producer()
@@ -29,8 +29,8 @@ def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
             continue
         source.attributes["activation"] = ir.AttrString("activation", node.op_type)
         substitute(graph, node.outputs[0], y, [node])
-        done[source.op_type] = done.get(source.op_type, 0) + 1
-    changes.applied += [f"fused an activation into {count} {name}" for name, count in done.items()]
+        fused[source.op_type] = fused.get(source.op_type, 0) + 1
+    changes.applied += [f"fused an activation into {count} {name}" for name, count in fused.items()]
 
 
 def _activates(source: ir.Node, y: ir.Value, node: ir.Node) -> bool:

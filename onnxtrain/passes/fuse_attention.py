@@ -39,62 +39,62 @@ def fuse_attention(graph: ir.Graph, changes: Changes) -> None:
         if definition_of(node) not in (SOFTMAX, SAFE_SOFTMAX):
             continue
         try:
-            found = match_attention(node)
-            _check_supported(found)
+            attention = match_attention(node)
+            _check_supported(attention)
         except NotAttention as error:
             if error.reason is not None:
                 changes.refuse(node, error.reason)
             continue
-        _fuse(op, found)
+        _fuse(op, attention)
         fused += 1
     if fused:
         changes.applied.append(f"fused {counted(fused, 'written-out attention')}")
 
 
-def _check_supported(found: AttentionMatch) -> None:
+def _check_supported(attention: AttentionMatch) -> None:
     """Raise NotAttention if no fused op computes this attention."""
-    if len(found.leading) > 2:
+    if len(attention.leading) > 2:
         raise NotAttention("its scores have more than two batch and head dimensions")
-    batches = [sizes.multiply(1, *each.shape[:-2]) for each in (found.q, found.k, found.v)]
-    if len(set(batches)) != 1 or sizes.multiply(1, *found.leading) != batches[0]:
+    batches = [sizes.multiply(1, *each.shape[:-2]) for each in (attention.q, attention.k, attention.v)]
+    if len(set(batches)) != 1 or sizes.multiply(1, *attention.leading) != batches[0]:
         raise NotAttention("query, key and value differ in batch or head dimensions")
-    if any(not is_float(dtype_of(mask.value)) for mask in found.added):
+    if any(not is_float(dtype_of(mask.value)) for mask in attention.added):
         raise NotAttention("an additive mask is not floating-point")
-    if found.dropout is None:
+    if attention.dropout is None:
         return
-    if not drops_elements(view(found.dropout)):
+    if not drops_elements(view(attention.dropout)):
         raise NotAttention("its dropout ratio is not a constant")
-    if found.dropout.metadata_props.get("draws") != "any":
+    if attention.dropout.metadata_props.get("draws") != "any":
         raise NotAttention('its dropout reproduces eager\'s random numbers (rng="torch")')
 
 
-def _fuse(op: Builder, found: AttentionMatch) -> None:
-    old = found.last.outputs[0]
-    with nodes_before(op, found.last):
-        y = _attention(op, found)
-        perm = found.perm or tuple(range(rank_of(old)))
+def _fuse(op: Builder, attention: AttentionMatch) -> None:
+    old = attention.last.outputs[0]
+    with nodes_before(op, attention.last):
+        y = _attention(op, attention)
+        perm = attention.perm or tuple(range(rank_of(old)))
         shape = sizes.dims_of(old)
         unpermuted = [shape[perm.index(axis)] for axis in range(len(perm))]
         y = transposed(op, reshaped(op, y, unpermuted), perm)
-    substitute(op.graph, old, y, [found.last, *reversed(found.between)])
+    substitute(op.graph, old, y, [attention.last, *reversed(attention.between)])
 
 
-def _attention(op: Builder, found: AttentionMatch) -> ir.Value:
-    leading: Sizes = (*found.leading, *[1] * (2 - len(found.leading)))
-    q = _by_heads(op, found.q, leading)
-    k, v = _keys_and_values(op, found, leading)
-    q, scale = scale_as_attribute(op, q, found.scale)
-    bias, mask, fill = _masks(op, found, leading)
-    attributes: dict[str, Any] = {"scale": scale, "safe": int(definition_of(found.softmax) is SAFE_SOFTMAX) or None}
-    if found.dropout is None:
+def _attention(op: Builder, attention: AttentionMatch) -> ir.Value:
+    leading: Sizes = (*attention.leading, *[1] * (2 - len(attention.leading)))
+    q = _by_heads(op, attention.q, leading)
+    k, v = _keys_and_values(op, attention, leading)
+    q, scale = scale_as_attribute(op, q, attention.scale)
+    bias, mask, fill = _masks(op, attention, leading)
+    attributes: dict[str, Any] = {"scale": scale, "safe": int(definition_of(attention.softmax) is SAFE_SOFTMAX) or None}
+    if attention.dropout is None:
         operands = [q, k, v, bias, mask, fill]
         while operands[-1] is None:
             operands.pop()
         return op.own.ScaledDotProductAttention(*operands, **attributes)[0]  # type: ignore[no-any-return]
-    _, ratio, training = found.dropout.inputs
+    _, ratio, training = attention.dropout.inputs
     outputs = op.own.ScaledDotProductAttentionDropout(q, k, v, bias, mask, fill, ratio, training, **attributes)
     node = outputs[0].producer()
-    node.metadata_props.update((key, found.dropout.metadata_props.get(key, "")) for key in ("rng", "draws"))
+    node.metadata_props.update((key, attention.dropout.metadata_props.get(key, "")) for key in ("rng", "draws"))
     return outputs[0]  # type: ignore[no-any-return]
 
 
@@ -104,27 +104,27 @@ def _by_heads(op: Builder, operand: Operand, leading: Sizes) -> ir.Value:
     return reshaped(op, value, (*leading, *operand.shape[-2:]))
 
 
-def _keys_and_values(op: Builder, found: AttentionMatch, leading: Sizes) -> tuple[ir.Value, ir.Value]:
+def _keys_and_values(op: Builder, attention: AttentionMatch, leading: Sizes) -> tuple[ir.Value, ir.Value]:
     """Return k and v by heads; if repeat_kv repeats both alike, as they are before it."""
-    operands = [transposed(op, each.value, each.perm) for each in (found.k, found.v)]
+    operands = [transposed(op, each.value, each.perm) for each in (attention.k, attention.v)]
     if all(sizes.dims_of(x)[:-2] == leading for x in operands):
         (k, groups), (v, groups_v) = (strip_repeat(op, x) for x in operands)
         if groups == groups_v:
             return k, v
-    return _by_heads(op, found.k, leading), _by_heads(op, found.v, leading)
+    return _by_heads(op, attention.k, leading), _by_heads(op, attention.v, leading)
 
 
 def _masks(
-    op: Builder, found: AttentionMatch, leading: Sizes
+    op: Builder, attention: AttentionMatch, leading: Sizes
 ) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
     """Return the bias, the mask (additive or boolean) and the fill value of scores that a boolean mask hides."""
-    added = [_added(op, mask, leading) for mask in found.added]
-    if found.where is None:
+    added = [_added(op, mask, leading) for mask in attention.added]
+    if attention.where is None:
         return _sum(op, added[:-1]), added[-1] if added else None, None
-    value = found.where.value
-    visible = _broadcast(op, op.Not(value) if found.where.negated else value, found.where.rank, leading)
-    inner = score_dtype(dtype_of(found.q.value))
-    fill = None if found.where.fill == -float("inf") else op.scalar(found.where.fill, inner)
+    value = attention.where.value
+    visible = _broadcast(op, op.Not(value) if attention.where.negated else value, attention.where.rank, leading)
+    inner = score_dtype(dtype_of(attention.q.value))
+    fill = None if attention.where.fill == -float("inf") else op.scalar(attention.where.fill, inner)
     return _sum(op, added), visible, fill
 
 

@@ -66,13 +66,13 @@ def _fuse(ops: Builder, node: ir.Node, changes: Changes) -> str | None:
     for rewrite in REWRITES:
         if definition not in rewrite.pattern.kinds:
             continue
-        for found in match(rewrite.pattern, old):
-            shared = shared_value(found, old)
+        for matched in match(rewrite.pattern, old):
+            shared = shared_value(matched, old)
             if shared is not None:
                 changes.refuse(node, f"not fused into {rewrite.name}: {shared.name} has other users")
                 break
             with nodes_before(ops, node):
-                new = rewrite.build(ops, found, old)
+                new = rewrite.build(ops, matched, old)
             if new is not None:
                 substitute(ops.graph, old, new, [node])
                 return rewrite.name
@@ -91,20 +91,20 @@ def _over_last_axis(node: ir.Node) -> bool:
     return bool(n.keepdims) and axes is not None and [normalize_axis(int(a), rank) for a in axes] == [rank - 1]
 
 
-def _mean(of: Pattern) -> Op:
-    return op("ReduceMean", of, check=_over_last_axis)
+def _mean(x: Pattern) -> Op:
+    return op("ReduceMean", x, check=_over_last_axis)
 
 
-def _square(of: Pattern) -> Pattern:
-    return either(op("Pow", of, 2.0), op("Mul", of, of))
+def _square(x: Pattern) -> Pattern:
+    return either(op("Pow", x, 2.0), op("Mul", x, x))
 
 
-def _normal(of: Pattern, variance: Pattern) -> Pattern:
-    """`of` divided by the square root of its variance."""
+def _normal(x: Pattern, variance: Pattern) -> Pattern:
+    """Match `x` divided by the square root of its variance."""
     root = op("Sqrt", op("Add", variance, _EPS))
     inverse = either(op("onnxtrain::Rsqrt", op("Add", variance, _EPS)), op("Reciprocal", root))
     power = op("Pow", op("Add", variance, _EPS), -0.5)
-    return either(op("Mul", of, either(inverse, power)), op("Div", of, root))
+    return either(op("Mul", x, either(inverse, power)), op("Div", x, root))
 
 
 def _is_parameter(scale: ir.Value | None, x: ir.Value) -> bool:
@@ -130,22 +130,22 @@ _LAYER = _normal(_CENTRED, _mean(_square(_CENTRED)))
 
 
 @_rewrite("LayerNormalization", op("Add", op("Mul", _W, Cast(_LAYER)), _B))
-def _layer_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
-    x = _of_type(found.values["x"], dtype_of(old))
-    w, b = found.values["w"], found.values["b"]
+def _layer_norm(ops: Builder, matched: Match, old: ir.Value) -> ir.Value | None:
+    x = _of_type(matched.values["x"], dtype_of(old))
+    w, b = matched.values["w"], matched.values["b"]
     if x is None or sizes.dims_of(x) != sizes.dims_of(old) or not (_is_parameter(w, x) and _is_parameter(b, x)):
         return None
     if dtype_of(w) != dtype_of(b):
         return None
-    return build_layer_norm(ops, x, w, b, rank_of(x) - 1, found.numbers["epsilon"])[0]
+    return build_layer_norm(ops, x, w, b, rank_of(x) - 1, matched.numbers["epsilon"])[0]
 
 
 @_rewrite("SimplifiedLayerNormalization", op("Mul", _W, Cast(_RMS)))
-def _rms_norm(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
-    x, w = _of_type(found.values["x"], dtype_of(old)), found.values["w"]
+def _rms_norm(ops: Builder, matched: Match, old: ir.Value) -> ir.Value | None:
+    x, w = _of_type(matched.values["x"], dtype_of(old)), matched.values["w"]
     if x is None or sizes.dims_of(x) != sizes.dims_of(old) or not _is_parameter(w, x):
         return None
-    epsilon = found.numbers["epsilon"]
+    epsilon = matched.numbers["epsilon"]
     return ops.ms.SimplifiedLayerNormalization(x, w, axis=rank_of(x) - 1, epsilon=epsilon)[0]  # type: ignore[no-any-return]
 
 
@@ -179,20 +179,20 @@ _ERF = op("Erf", either(op("Div", _X, math.sqrt(2)), op("Mul", _X, math.sqrt(0.5
 
 
 @_rewrite("FastGelu", *_times_half(_X, op("Add", op("Tanh", _INNER), 1.0)))
-def _fast_gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
-    x = found.values["x"]
+def _fast_gelu(ops: Builder, matched: Match, old: ir.Value) -> ir.Value | None:
+    x = matched.values["x"]
     return None if _is_half(x) else ops.ms.FastGelu(x)
 
 
 @_rewrite("Gelu", *_times_half(_X, op("Add", _ERF, 1.0)))
-def _gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
-    x = found.values["x"]
+def _gelu(ops: Builder, matched: Match, old: ir.Value) -> ir.Value | None:
+    x = matched.values["x"]
     return None if _is_half(x) else ops.ms.Gelu(x)  # ONNX's has PyTorch's kernel, which is less accurate than erf
 
 
 @_rewrite("QuickGelu", op("Mul", _X, op("Sigmoid", either(_X, op("Mul", _X, Num("alpha"))))))
-def _quick_gelu(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
-    x, alpha = found.values["x"], found.numbers.get("alpha", 1.0)
+def _quick_gelu(ops: Builder, matched: Match, old: ir.Value) -> ir.Value | None:
+    x, alpha = matched.values["x"], matched.numbers.get("alpha", 1.0)
     if _is_half(x) or (dtype_of(old) == ir.DataType.DOUBLE and not is_exact_attribute(alpha)):
         return None
     return ops.ms.QuickGelu(x, alpha=float(alpha))  # type: ignore[no-any-return]
@@ -238,9 +238,9 @@ _ROTATED = op("Concat", op("Neg", Var("second")), Var("first"), check=_concatena
 
 
 @_rewrite("RotaryEmbedding", op("Add", op("Mul", _X, Var("cos")), op("Mul", _ROTATED, Var("sin"))))
-def _rotary(ops: Builder, found: Match, old: ir.Value) -> ir.Value | None:
-    x, cos, sin = (found.values[name] for name in ("x", "cos", "sin"))
-    if (_half_index(found.values["first"], x), _half_index(found.values["second"], x)) != (0, 1):
+def _rotary(ops: Builder, matched: Match, old: ir.Value) -> ir.Value | None:
+    x, cos, sin = (matched.values[name] for name in ("x", "cos", "sin"))
+    if (_half_index(matched.values["first"], x), _half_index(matched.values["second"], x)) != (0, 1):
         return None
     if sizes.dims_of(x) != sizes.dims_of(old) or any(
         sizes.dims_of(t)[-1:] != sizes.dims_of(x)[-1:] for t in (cos, sin)

@@ -22,7 +22,7 @@ from onnxtrain.passes.rewriting import nodes_before, only_user, same_checkpoint,
 def fuse_relu_dropout(graph: ir.Graph, changes: Changes) -> None:
     """Replace each KeyedDropout, and the Relu that only it uses, by ReluDropout."""
     op = builder(graph)
-    done = 0
+    fused = 0
     for node in list(graph):
         n = view(node)
         if n.definition is not KEYED_DROPOUT or n.residual is not None:
@@ -36,6 +36,6 @@ def fuse_relu_dropout(graph: ir.Graph, changes: Changes) -> None:
         with nodes_before(op, node):
             y = op.own.ReluDropout(relu.inputs[0], n.key, dropped=n.dropped)
         substitute(graph, node.outputs[0], y, [node, relu])
-        done += 1
-    if done:
-        changes.applied.append(f"fused {counted(done, 'Relu')} with the dropout after it")
+        fused += 1
+    if fused:
+        changes.applied.append(f"fused {counted(fused, 'Relu')} with the dropout after it")

@@ -44,20 +44,20 @@ def fuse_gradient_sums(graph: ir.Graph, changes: Changes) -> None:
 
 def _fuse_into_producers(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes) -> None:
     position = {node: index for index, node in enumerate(graph)}
-    done: dict[str, int] = {}
+    fused: dict[str, int] = {}
     for node in sums:
-        found = _summand_producer(node, position, changes)
-        if found is None:
+        summand = _summand_producer(node, position, changes)
+        if summand is None:
             continue
-        producer, other = found
+        producer, other = summand
         _set_input(producer, OUTPUT_ADDENDS, other)
         substitute(graph, node.outputs[0], producer.outputs[0], [node])
-        done[producer.op_type] = done.get(producer.op_type, 0) + 1
-    changes.applied += [f"fused an addition into {count} {name}" for name, count in done.items()]
+        fused[producer.op_type] = fused.get(producer.op_type, 0) + 1
+    changes.applied += [f"fused an addition into {count} {name}" for name, count in fused.items()]
 
 
 def _fuse_into_users(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes) -> None:
-    done: dict[str, int] = {}
+    fused: dict[str, int] = {}
     for node in sums:
         if definition_of(node) is not ADD:
             continue
@@ -71,8 +71,8 @@ def _fuse_into_users(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes)
         user.replace_input_with(0, one)
         _set_input(user, INPUT_ADDENDS, other)
         graph.remove(node, safe=True)
-        done[user.op_type] = done.get(user.op_type, 0) + 1
-    changes.applied += [f"fused the addition before {count} {name}" for name, count in done.items()]
+        fused[user.op_type] = fused.get(user.op_type, 0) + 1
+    changes.applied += [f"fused the addition before {count} {name}" for name, count in fused.items()]
 
 
 def _can_add_to_input(node: ir.Node, y: ir.Value) -> bool:

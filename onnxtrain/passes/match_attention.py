@@ -393,14 +393,14 @@ def _step_over_where(node: ir.Node, walk: _Walk) -> ir.Value:
 
 def _may_have_gradient(value: ir.Value) -> bool:
     """Return whether a value depends on floating-point graph inputs through floating-point values only."""
-    seen, waiting = set[ir.Value](), [value]
+    visited, waiting = set[ir.Value](), [value]
     while waiting:
         value = waiting.pop()
-        if value in seen or not is_float(dtype_of(value)):
+        if value in visited or not is_float(dtype_of(value)):
             continue
         if value.is_graph_input():
             return True
-        seen.add(value)
+        visited.add(value)
         node = value.producer()
         waiting += [] if node is None else _inputs(node)
     return False

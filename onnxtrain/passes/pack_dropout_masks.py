@@ -21,7 +21,7 @@ from onnxtrain.passes.rewriting import nodes_before, substitute
 def pack_dropout_masks(graph: ir.Graph, changes: Changes) -> None:
     """Replace Dropout by BitmaskDropout."""
     op = builder(graph)
-    done = 0
+    packed = 0
     for node in list(graph):
         n = view(node)
         if n.definition is not DROPOUT or MASKS not in node.metadata_props or uses_fast_rng(n) or not drops_elements(n):
@@ -32,6 +32,6 @@ def pack_dropout_masks(graph: ir.Graph, changes: Changes) -> None:
         with nodes_before(op, node):
             y, _ = op.ms.BitmaskDropout(n.x, n.ratio, n.training_mode)
         substitute(graph, node.outputs[0], y, [node])
-        done += 1
-    if done:
-        changes.applied.append(f"saves {counted(done, 'dropout mask')} as bits")
+        packed += 1
+    if packed:
+        changes.applied.append(f"saves {counted(packed, 'dropout mask')} as bits")

@@ -279,11 +279,11 @@ class _Finder:
                 if node in self.attentions:
                     self._visit_attention(node)
                     continue
-                wanted = {v: self.rows.axes[v] for v in node.outputs if v in self.rows.axes}
-                if wanted and definition_of(node) in _ATTENTIONS:
+                row_axes = {v: self.rows.axes[v] for v in node.outputs if v in self.rows.axes}
+                if row_axes and definition_of(node) in _ATTENTIONS:
                     raise NotRowwise("it uses padding: it has no mask and is not causal")
-                if wanted:
-                    self.rows.visit(node, wanted)
+                if row_axes:
+                    self.rows.visit(node, row_axes)
             except NotRowwise as end:
                 self.ends[node] = end.reason
                 self.refused = self.refused or (node in self.attentions and self._attends_to_tokens(node))
@@ -344,7 +344,7 @@ class _Finder:
         return f"padding is used: {self.full_users[value]}"
 
     def _user_of_all_rows(self, value: ir.Value) -> str:
-        worklist, seen = [value], {value}
+        worklist, visited = [value], {value}
         reason = f"{value.name} has no users"
         while worklist:
             value = worklist.pop(0)
@@ -359,8 +359,8 @@ class _Finder:
                 results = [v for v in node.outputs if self._holds_tokens(v) and (v.uses() or v.is_graph_output())]
                 if not results:
                     return f"{node.op_type} {node.name!r} needs all rows of {value.name}"
-                worklist += [v for v in results if v not in seen]
-                seen.update(results)
+                worklist += [v for v in results if v not in visited]
+                visited.update(results)
         return reason
 
     def _holds_tokens(self, value: ir.Value) -> bool:
@@ -486,9 +486,9 @@ class _TokenRows(TokenRows):
 
 def _add_inputs(plan: PackingPlan, fills: bool) -> _TokenRows:
     graph = plan.graph
-    taken = {str(size) for v in graph.inputs for size in sizes.dims_of(v)} | {v.name for v in graph.inputs}
+    used_names = {str(size) for v in graph.inputs for size in sizes.dims_of(v)} | {v.name for v in graph.inputs}
     names = ["tokens", "rows", "cu", *["cu_filled"] * fills]
-    while taken & set(names):
+    while used_names & set(names):
         names = [f"{name}_" for name in names]
     rows, cu, *filled = (ir.Value(name=name) for name in names[1:])
     set_type(rows, TensorType(ir.DataType.INT64, (names[0],)))

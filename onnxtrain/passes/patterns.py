@@ -56,14 +56,14 @@ class Op:
 class Either:
     """Any of several patterns, tried in order."""
 
-    of: tuple[Pattern, ...]
+    alternatives: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True)
 class Cast:
     """A pattern, or a chain of transparent ops of its shape after it: casts between floating-point types, copies."""
 
-    of: Pattern
+    pattern: Pattern
 
 
 Pattern = Var | Num | Op | Either | Cast
@@ -161,8 +161,8 @@ def _match_inputs(patterns: Sequence[Pattern], values: Sequence[ir.Value | None]
     if not patterns:
         yield partial
         return
-    for found in match(patterns[0], values[0], partial):
-        yield from _match_inputs(patterns[1:], values[1:], found)
+    for matched in match(patterns[0], values[0], partial):
+        yield from _match_inputs(patterns[1:], values[1:], matched)
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,10 @@ class Rewrite:
     build: Callable[[Builder, Match, ir.Value], ir.Value | None]
 
 
-def shared_value(found: Match, result: ir.Value) -> ir.Value | None:
+def shared_value(matched: Match, result: ir.Value) -> ir.Value | None:
     """Return a value between the nodes of a match that has users outside it or is a graph output, if any."""
-    inside = set(found.nodes)
-    for node in found.nodes:
+    inside = set(matched.nodes)
+    for node in matched.nodes:
         for value in node.outputs:
             if value is result:
                 continue

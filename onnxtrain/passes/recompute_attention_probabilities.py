@@ -26,7 +26,7 @@ from onnxtrain.passes.rewriting import nodes_before, substitute
 def recompute_attention_probabilities(graph: ir.Graph, changes: Changes) -> None:
     """Replace attention that saves its probabilities by MemoryEfficientAttention."""
     op = builder(graph)
-    done = 0
+    recomputed = 0
     for node in list(graph):
         n = view(node)
         if not _is_candidate(n):
@@ -42,9 +42,9 @@ def recompute_attention_probabilities(graph: ir.Graph, changes: Changes) -> None
                 scale=n.scale, safe=n.safe or None, dropped=round(drop_ratio(n) * DROP_LEVELS) if drops else None,
             )  # fmt: skip
         substitute(graph, node.outputs[0], y, [node])
-        done += 1
-    if done:
-        changes.applied.append(f"saves no probabilities of {counted(done, 'attention')}")
+        recomputed += 1
+    if recomputed:
+        changes.applied.append(f"saves no probabilities of {counted(recomputed, 'attention')}")
 
 
 def _is_candidate(n: NodeView) -> bool:

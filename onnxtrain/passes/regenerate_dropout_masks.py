@@ -23,7 +23,7 @@ from onnxtrain.passes.rewriting import nodes_before, substitute
 def regenerate_dropout_masks(graph: ir.Graph, changes: Changes) -> None:
     """Replace Dropout by KeyedDropout."""
     op = builder(graph)
-    done = 0
+    regenerated = 0
     for node in list(graph):
         n = view(node)
         if n.definition is not DROPOUT or not uses_fast_rng(n):
@@ -34,6 +34,8 @@ def regenerate_dropout_masks(graph: ir.Graph, changes: Changes) -> None:
         with nodes_before(op, node):
             y = op.own.KeyedDropout(n.x, op.own.DropoutKey(), dropped=round(drop_ratio(n) * DROP_LEVELS))
         substitute(graph, node.outputs[0], y, [node])
-        done += 1
-    if done:
-        changes.applied.append(f"saves an RNG key instead of the mask of {counted(done, 'Dropout', 'Dropout nodes')}")
+        regenerated += 1
+    if regenerated:
+        changes.applied.append(
+            f"saves an RNG key instead of the mask of {counted(regenerated, 'Dropout', 'Dropout nodes')}"
+        )

@@ -45,13 +45,13 @@ class NotRowwise(Exception):  # noqa: N818  # control flow: why a selection of r
         self.reason = reason
 
 
-def needed_rows(node: ir.Node, wanted: dict[ir.Value, Axes]) -> list[Rows | None]:
+def needed_rows(node: ir.Node, row_axes: dict[ir.Value, Axes]) -> list[Rows | None]:
     """Return, for each input, the rows that are needed; None for an input that is needed unchanged.
 
     Args:
         node: the op.
-        wanted: values of which only selected rows are used, with the axes of these; they include all used outputs of
-            `node`.
+        row_axes: values of which only selected rows are used, with the axes of these rows; they include all used
+            outputs of `node`.
 
     Raises:
         NotRowwise: the op mixes rows, or has side effects that forbid running it on some rows only.
@@ -61,9 +61,11 @@ def needed_rows(node: ir.Node, wanted: dict[ir.Value, Axes]) -> list[Rows | None
     if axis_map is None:
         raise NotRowwise(f"{node.op_type} does not compute its rows independently")
     operands = dict(zip(node.outputs, axis_map.outputs, strict=False))
-    if any(is_used(v) and (v not in wanted or operands.get(v) is None) for v in node.outputs):
+    if any(is_used(v) and (v not in row_axes or operands.get(v) is None) for v in node.outputs):
         raise NotRowwise(f"all rows of another output of {node.op_type} are used")
-    row_names = {_names(operand, rank_of(v), wanted[v]) for v, operand in operands.items() if v in wanted and operand}
+    row_names = {
+        _names(operand, rank_of(v), row_axes[v]) for v, operand in operands.items() if v in row_axes and operand
+    }
     if len(row_names) != 1:
         raise NotRowwise(f"rows of the outputs of {node.op_type} are selected along different axes")
     (names,) = row_names
@@ -71,9 +73,9 @@ def needed_rows(node: ir.Node, wanted: dict[ir.Value, Axes]) -> list[Rows | None
         name in operand.unsliceable for operand in (*axis_map.inputs, *axis_map.outputs) if operand for name in names
     ):
         raise NotRowwise(f"{node.op_type} needs all rows at once")
-    output = next(v for v in node.outputs if v in wanted)
+    output = next(v for v in node.outputs if v in row_axes)
     needed = [
-        None if value is None or operand is None else _input_rows(node, value, operand, names, output, wanted[output])
+        None if value is None or operand is None else _input_rows(node, value, operand, names, output, row_axes[output])
         for value, operand in zip(node.inputs, axis_map.inputs, strict=True)
     ]
     if all(rows is None for rows in needed) and shape_input(node) is None:
@@ -144,14 +146,14 @@ def shape_input(node: ir.Node) -> int | None:
     return next((i for i in range(len(node.inputs)) if _is_shape(node, i)), None)
 
 
-def output_axes(node: ir.Node, wanted: dict[ir.Value, Axes]) -> dict[ir.Value, Axes]:
+def output_axes(node: ir.Node, row_axes: dict[ir.Value, Axes]) -> dict[ir.Value, Axes]:
     """Return the axes of the rows in each output that has them, including unused outputs."""
     axis_map = definition_of(node).axis_map(node)
     assert axis_map is not None
-    first_wanted = next(i for i, v in enumerate(node.outputs) if v in wanted)
-    first = axis_map.outputs[first_wanted]
+    selected = next(i for i, v in enumerate(node.outputs) if v in row_axes)
+    first = axis_map.outputs[selected]
     assert first is not None
-    names = _names(first, rank_of(node.outputs[first_wanted]), wanted[node.outputs[first_wanted]])
+    names = _names(first, rank_of(node.outputs[selected]), row_axes[node.outputs[selected]])
     result: dict[ir.Value, Axes] = {}
     for value, operand in zip(node.outputs, axis_map.outputs, strict=True):
         if operand is None:

@@ -127,10 +127,10 @@ def region_before(
         if definition_of(node).effects & ~Effects.HOST_SYNC:
             return Region((), walk.axes, {node: f"the selected rows depend on {node.op_type}"})
     for node in reversed(graph):
-        wanted = {v: walk.axes[v] for v in node.outputs if v in walk.axes}
-        if wanted:
+        row_axes = {v: walk.axes[v] for v in node.outputs if v in walk.axes}
+        if row_axes:
             try:
-                walk.visit(node, wanted)
+                walk.visit(node, row_axes)
             except NotRowwise as end:
                 walk.ends[node] = end.reason
     return walk.region(graph)
@@ -158,12 +158,12 @@ class Walk:
         """Return the nodes collected so far."""
         return Region(tuple(node for node in graph if node in self.inside), self.axes, self.ends)
 
-    def visit(self, node: ir.Node, wanted: dict[ir.Value, Axes]) -> None:
+    def visit(self, node: ir.Node, row_axes: dict[ir.Value, Axes]) -> None:
         if node in self.selecting:
             raise NotRowwise(f"the selected rows depend on {node.op_type}")
-        for value in wanted:
+        for value in row_axes:
             self.check_selected_only(value)
-        needed = needed_rows(node, wanted)
+        needed = needed_rows(node, row_axes)
         if any(rows is not None and len(rows.axes) > self.most_axes for rows in needed):
             raise NotRowwise("rows of two axes are picked together")
         input_axes: dict[ir.Value, Axes] = {}
@@ -216,23 +216,23 @@ def compute_selected(
     graph = op.graph
     _move_before(graph, selection.reads, region.nodes[0])
     replacements = replacements or {}
-    done: set[ir.Value] = set()
+    computed: set[ir.Value] = set()
     selected: dict[tuple[ir.Value, Rows], ir.Value] = {}
     # All plans first: sizes change below.
     plans = [replacements[node].plan(region) if node in replacements else _plan(node, region) for node in region.nodes]
     for node, (needed, outputs) in zip(region.nodes, plans, strict=True):
         with nodes_before(op, node):
             for index, (value, rows) in enumerate(zip(node.inputs, needed, strict=True)):
-                if rows is None or value is None or value in done:
+                if rows is None or value is None or value in computed:
                     continue
                 if (value, rows) not in selected:
                     selected[value, rows] = selection.select(op, *_broadcast(op, value, rows))
                 node.replace_input_with(index, selected[value, rows])
         if node in replacements:
-            done.update(replacements[node].replace(op))
+            computed.update(replacements[node].replace(op))
         else:
             _retype(op, node, outputs, selection.count)
-            done.update(outputs)
+            computed.update(outputs)
     # The builder caches values from which it reads sizes; some have other sizes now.
     graph.meta.pop("size_sources", None)
     traversal.sort(graph)
@@ -240,8 +240,8 @@ def compute_selected(
 
 def _plan(node: ir.Node, region: Region) -> Plan:
     """Return the rows that a node needs of its inputs, and the axes of the rows of its outputs."""
-    wanted = {v: region.axes[v] for v in node.outputs if v in region.axes}
-    return needed_rows(node, wanted), output_axes(node, wanted)
+    row_axes = {v: region.axes[v] for v in node.outputs if v in region.axes}
+    return needed_rows(node, row_axes), output_axes(node, row_axes)
 
 
 def _broadcast(op: Builder, value: ir.Value, rows: Rows) -> tuple[ir.Value, Axes]:

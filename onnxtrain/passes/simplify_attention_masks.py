@@ -61,8 +61,8 @@ def _visible(mask: ir.Value, formulas: Formulas) -> Conditions | None:
         if condition is None or [None if b is None else number_of(b) for b in branches] != [0.0, -math.inf]:
             return None
         mask = condition
-    found = formulas.of(mask)
-    return found if isinstance(found, Conditions) else None
+    formula = formulas.formula_of(mask)
+    return formula if isinstance(formula, Conditions) else None
 
 
 def _is_causal(visible: Conditions) -> bool:

@@ -124,18 +124,18 @@ class _Merge:
         self._graph = graph
         self._after = after
         self._old = {str(node.name): node for node in graph}
-        known = {node.name: node for node in before.node}
-        kept = {node.name for node in after.node if known.get(node.name) == node}
+        old_nodes = {node.name: node for node in before.node}
+        kept = {node.name for node in after.node if old_nodes.get(node.name) == node}
         new = [node for node in after.node if node.name not in kept]
         self._new_protos = [node for node in new if not _is_constant(node)]
         self._constants = [_tensor_of(node) for node in new if _is_constant(node)]
-        self._gone = [node for name, node in self._old.items() if name not in kept]
+        self._removed = [node for name, node in self._old.items() if name not in kept]
         self._values = {str(v.name): v for v in (*graph.inputs, *graph.initializers.values())}
         self._values |= {str(v.name): v for node in graph for v in node.outputs}
 
     def run(self) -> Rewritten:
         self._add_initializers()
-        former = {str(v.name): v for node in self._gone for v in node.outputs}
+        former = {str(v.name): v for node in self._removed for v in node.outputs}
         for name, value in former.items():
             value.name = f"{name}.former"
             del self._values[name]
@@ -179,15 +179,15 @@ class _Merge:
             node.metadata_props.update(former.metadata_props)
         return node
 
-    def _fail(self, proto: onnx.NodeProto, what: str) -> None:
+    def _fail(self, proto: onnx.NodeProto, problem: str) -> None:
         raise GraphError(
-            f"a node that a function of register_graph_optimizer left {what}",
+            f"a node that a function of register_graph_optimizer left {problem}",
             where=f"{proto.domain or 'ai.onnx'}::{proto.op_type} {proto.name!r}",
         )
 
     def _remove(self) -> None:
         """Takes out the nodes that are gone: those that nothing reads any more, until none is left."""
-        for node in reversed(self._gone):
+        for node in reversed(self._removed):
             if any(map(traversal.is_used, node.outputs)):
                 reader = next((user for v in node.outputs for user in traversal.users(v)), None)
                 raise GraphError(
@@ -201,5 +201,5 @@ class _Merge:
         """Types of new values, by their operators' definitions."""
         for node in self._graph:
             if node in added and any(value.type is None for value in node.outputs):
-                for value, found in zip(node.outputs, definition_of(node).output_types(node), strict=False):
-                    set_type(value, found)
+                for value, inferred in zip(node.outputs, definition_of(node).output_types(node), strict=False):
+                    set_type(value, inferred)

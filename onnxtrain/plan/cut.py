@@ -70,18 +70,18 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
     nodes = tuple(graph)
     host = frozenset(host_values(nodes, definition_of))
     gradients = tuple(g if wanted is None or wanted[i] else None for i, g in enumerate(joint.gradients))
-    given = {c for c in joint.cotangents if c is not None}
-    forward_nodes = _forward_nodes(joint, nodes, given)
+    cotangents = {c for c in joint.cotangents if c is not None}
+    forward_nodes = _forward_nodes(joint, nodes, cotangents)
     backward_nodes = [n for n in nodes if n not in forward_nodes]
     backward_goals = [g for g in gradients if g is not None]
     backward, reads = nodes_computing(backward_nodes, backward_goals, host, nodes, Effects.PYTHON)
-    kept = tuple(v for v in reads if v not in host and v not in given and v.const_value is None)
+    kept = tuple(v for v in reads if v not in host and v not in cotangents and v.const_value is None)
     crossing = tuple(v for v in reads if v in host)
 
     results = tuple(graph.outputs)[: joint.outputs]
     goals = [v for v in (*results, *kept, *crossing) if v.const_value is None]
     forward, _ = nodes_computing([n for n in nodes if n in forward_nodes], goals, host, nodes, ~Effects.NONE)
-    inputs = tuple(v for v in graph.inputs if v not in given)
+    inputs = tuple(v for v in graph.inputs if v not in cotangents)
     return Cut(
         Part(forward, inputs, (), (*results, *kept), crossing, host, len(results)),
         Part(
@@ -98,7 +98,7 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
     )
 
 
-def _forward_nodes(joint: Joint, nodes: Sequence[ir.Node], given: set[ir.Value]) -> set[ir.Node]:
+def _forward_nodes(joint: Joint, nodes: Sequence[ir.Node], cotangents: set[ir.Value]) -> set[ir.Node]:
     """The nodes of the forward graph, with those that differentiation added to read the shape of a forward value.
 
     Reading a shape in backward would keep a whole tensor alive for one integer.
@@ -109,7 +109,7 @@ def _forward_nodes(joint: Joint, nodes: Sequence[ir.Node], given: set[ir.Value])
             source = node.inputs[0]
             if (
                 source is not None
-                and source not in given
+                and source not in cotangents
                 and (source.producer() is None or source.producer() in forward_nodes)
             ):
                 forward_nodes.add(node)

@@ -53,16 +53,16 @@ def _reached(joint: Joint) -> list[frozenset[int]]:
     Forward tells: the zeros that are the gradient of `round` follow from no cotangent.
     """
     graph = joint.model.graph
-    found = {v: frozenset({i}) for i, (v, g) in enumerate(zip(graph.inputs, joint.gradients, strict=False)) if g}
+    reached = {v: frozenset({i}) for i, (v, g) in enumerate(zip(graph.inputs, joint.gradients, strict=False)) if g}
     for node in graph:
         definition = definition_of(node)
         if node not in joint.forward_nodes or definition.gradient is NOT_DIFFERENTIABLE:
             continue
         read = [v for i, v in enumerate(node.inputs) if v and definition.input_name(i) not in definition.nondiff_inputs]
-        inputs = frozenset().union(*(found.get(v, frozenset()) for v in read))
-        made = [v for i, v in enumerate(node.outputs) if definition.output_name(i) not in definition.nondiff_outputs]
-        found.update((v, inputs) for v in made if inputs and is_differentiable_type(dtype_of(v)))
-    return [found.get(value, frozenset()) for value in graph.outputs[: joint.outputs]]
+        inputs = frozenset().union(*(reached.get(v, frozenset()) for v in read))
+        outputs = [v for i, v in enumerate(node.outputs) if definition.output_name(i) not in definition.nondiff_outputs]
+        reached.update((v, inputs) for v in outputs if inputs and is_differentiable_type(dtype_of(v)))
+    return [reached.get(value, frozenset()) for value in graph.outputs[: joint.outputs]]
 
 
 def _is_kept(value: ir.Value, follows: dict[ir.Value, frozenset[int]], full: Cut) -> bool:

@@ -67,7 +67,7 @@ class Timeline:
     allocations: tuple[Allocation, ...]
     workspace: tuple[int, ...]
 
-    def held(self) -> list[int]:
+    def live_bytes(self) -> list[int]:
         """The bytes held during each node, in execution order."""
         change = [0] * (len(self.nodes) + 1)
         for allocation in self.allocations:
@@ -78,7 +78,7 @@ class Timeline:
     @property
     def peak(self) -> int:
         """The most bytes held at any time."""
-        return max(self.held(), default=0)
+        return max(self.live_bytes(), default=0)
 
     @property
     def kept(self) -> int:
@@ -105,8 +105,8 @@ def timeline(parts: Cut, storages: Storages, groups: Groups = ()) -> Timeline:
     for value in forward.outputs:
         if value is not None and value in crossing:
             crossing[value].last = len(forward.nodes)
-    given = {v: crossing[v] for v in parts.kept if v in crossing}
-    second = _Program(backward, storages, len(forward.nodes), given, bounds)
+    saved = {v: crossing[v] for v in parts.kept if v in crossing}
+    second = _Program(backward, storages, len(forward.nodes), saved, bounds)
     for value in forward.outputs[: forward.num_user_outputs]:
         if value is not None and (lifetime := first.result(value, len(forward.nodes))):
             lifetime.last, lifetime.kind = end, Kind.RESULT
@@ -145,7 +145,7 @@ class _Program:
     """
 
     def __init__(
-        self, part: Part, storages: Storages, offset: int, given: dict[ir.Value, _Lifetime], bounds: Sequence[int]
+        self, part: Part, storages: Storages, offset: int, saved: dict[ir.Value, _Lifetime], bounds: Sequence[int]
     ) -> None:
         """Walk the part.
 
@@ -153,13 +153,13 @@ class _Program:
             part: the program.
             storages: sizes, views and kernels.
             offset: the position of its first node.
-            given: its inputs that this step allocated.
+            saved: its inputs that this step allocated.
             bounds: the ends of its stages. A stage does not overwrite what an earlier one allocated.
         """
         self.allocated: list[_Lifetime] = []
-        self._lifetimes = dict(given)
+        self._lifetimes = dict(saved)
         self._storages = storages
-        for lifetime in given.values():
+        for lifetime in saved.values():
             lifetime.kind = Kind.KEPT
         overwritten = self._in_place_inputs(part, bounds)
         for position, node in enumerate(part.nodes, offset):
@@ -168,7 +168,7 @@ class _Program:
             if part.host.issuperset(node.outputs):
                 continue
             for index, value in enumerate(node.outputs):
-                if value in given:  # kept, although its node is recomputed
+                if value in saved:  # kept, although its node is recomputed
                     continue
                 source = (
                     node.inputs[overwritten[node]] if node in overwritten and index == 0 else storages.source(value)

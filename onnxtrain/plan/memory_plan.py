@@ -81,13 +81,13 @@ class MemoryPlan:
     def _bytes_and_type(self, value: ir.Value, op_type: str) -> tuple[int, str]:
         """The bytes of a value in the first call, 0 if its shape depends on data, and its op and type in words."""
         shape = sizes.dims_of(value)
-        known = [sizes.symbols(size) <= self.symbol_values.keys() for size in shape]
+        is_static = [sizes.symbols(size) <= self.symbol_values.keys() for size in shape]
         shape = tuple(
             sizes.evaluate(size, self.symbol_values) if is_known else size
-            for size, is_known in zip(shape, known, strict=True)
+            for size, is_known in zip(shape, is_static, strict=True)
         )
         dtype = dtype_of(value)
-        count = math.prod(size for size in shape if isinstance(size, int)) if all(known) else 0
+        count = math.prod(size for size in shape if isinstance(size, int)) if all(is_static) else 0
         return math.ceil(count * dtype.itemsize), f"{op_type} {format_type(TensorType(dtype, shape))}"
 
 
@@ -121,8 +121,8 @@ def plan_memory(
     if options.memory_budget_bytes is not None:
         allowed, parts = bytes_allowed(options.memory_budget_bytes, inputs), cut(joint)
         # Gradients are released early if the option says so or nothing else fits, and backward can run in stages.
-        wanted = wants_stages(options.early_gradients, joint, parts)
-        early = False if why_not_staged(parts, views) else wanted or None
+        staged = wants_stages(options.early_gradients, joint, parts)
+        early = False if why_not_staged(parts, views) else staged or None
         return MemoryPlan(
             joint,
             lambda symbol_values: choose_within_budget(parts, storages(symbol_values), allowed, mutated, early),

@@ -117,15 +117,15 @@ def interleave_recomputed(
     The latter are yielded as (node, its first user in backward). Only values in `recomputed` from nodes in
     `sources` are recomputed.
     """
-    done: set[ir.Node] = set()
+    emitted: set[ir.Node] = set()
     for node in backward:
-        for needed in _needed(node, recomputed, sources, done):
+        for needed in _needed(node, recomputed, sources, emitted):
             yield needed, node
         yield node, None
 
 
 def _needed(
-    node: ir.Node, recomputed: Collection[ir.Value], sources: Collection[ir.Node], done: set[ir.Node]
+    node: ir.Node, recomputed: Collection[ir.Value], sources: Collection[ir.Node], emitted: set[ir.Node]
 ) -> list[ir.Node]:
     """The nodes to run before `node`, in order. They are added to `done`."""
     if reads_shape(definition_of(node)):  # dimensions cross from forward by themselves
@@ -138,14 +138,14 @@ def _needed(
             order.append(current)
             continue
         if current is not node:
-            if current in done:
+            if current in emitted:
                 continue
-            done.add(current)
+            emitted.add(current)
             pending.append((current, True))
         reads = traversal.reads(node) if current is node else recompute_inputs(current)
         for value in reversed(list(reads)):
             producer = value.producer()
-            if producer is not None and value in recomputed and producer in sources and producer not in done:
+            if producer is not None and value in recomputed and producer in sources and producer not in emitted:
                 pending.append((producer, False))
     return order
 

@@ -172,10 +172,10 @@ def choose_by_options(
         choices = (layers, layers | default, default)
         recomputed = min(choices, key=lambda choice: timeline(predict_cut(parts, choice), storages).peak)
         if recomputed != layers:
-            how = "in addition" if layers <= recomputed else "in their place"
+            relation = "in addition" if layers <= recomputed else "in their place"
             LOG.info(
                 "recompute=%s: the values of layers alone would raise the peak; the default ones are recomputed %s",
-                options.recompute, how,
+                options.recompute, relation,
             )  # fmt: skip
     rows = subgraph_reports(subgraphs, recomputed)
     LOG.info("%s", _summary(options, rows))

@@ -219,7 +219,7 @@ class _Groups:
 
 def _region(part: Part, group: Sequence[ir.Node], frame: Sizes, storages: Storages) -> Region:
     members = set(group)
-    wanted = {v for v in part.outputs if v is not None}
+    part_outputs = {v for v in part.outputs if v is not None}
     own = set(part.nodes)
     reader_counts: dict[ir.Value, int] = {}  # of each input
     outputs = []
@@ -230,7 +230,7 @@ def _region(part: Part, group: Sequence[ir.Node], frame: Sizes, storages: Storag
                 reader_counts[value] = reader_counts.get(value, 0) + 1
         for value in node.outputs:
             users = {use.node for use in value.uses()} & own
-            leaves = value in wanted or not users <= members
+            leaves = value in part_outputs or not users <= members
             if leaves:
                 outputs.append(value)
             if sizes.dims_of(value) == frame:
@@ -251,7 +251,7 @@ class _Memory:
     """The peak of a part, in bytes. Facts that do not depend on the order are computed once."""
 
     def __init__(self, part: Part, storages: Storages) -> None:
-        self._given = frozenset(part.inputs)
+        self._inputs = frozenset(part.inputs)
         self._outputs = [storages.root(v) for v in part.outputs if v is not None]
         tensors = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
         in_place = in_place_inputs(part, last_uses(part), {n: storages.kernel(n) for n in tensors})
@@ -287,7 +287,7 @@ class _Memory:
             end = last[value] + 1
             if value not in self._bytes or (first == end - 1 and value.producer() in order.blocks):  # in registers
                 continue
-            begin = 0 if value in self._given else first
+            begin = 0 if value in self._inputs else first
             change[begin] += self._bytes[value]
             change[end] -= self._bytes[value]
         return max(accumulate(change), default=0)

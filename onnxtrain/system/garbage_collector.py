@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused(wanted: bool) -> Iterator[None]:
+def collector_paused(enabled: bool) -> Iterator[None]:
     """Disable the collector inside the block, if `wanted`. If it was disabled before, it stays so. Nesting is safe.
 
     Afterwards the new objects are in the oldest generation: else the following steps would traverse them three times.
     """
-    if not wanted or not gc.isenabled():
+    if not enabled or not gc.isenabled():
         yield
         return
     gc.disable()

@@ -55,7 +55,7 @@ def test_the_report_lists_what_each_stage_did(monkeypatch):
         stages.record_joint("differentiate", joint, Changes(["merged 2"], [refusal], [eliminate_common_subexpressions]))
         is joint
     )
-    stages.done("plan", joint.model)
+    stages.end("plan", joint.model)
     report = stages.report()
     assert [s.name for s in report.stages] == ["capture", "differentiate", "plan"]
     # The time of verification (to 1.0 and to 2.0) belongs to no stage.
@@ -121,7 +121,7 @@ def test_the_files_of_save_onnx_have_the_names_that_users_know(tmp_path, mode, n
     stages = Stages(options, mode)
     for name in names:
         stages.record(name, model())
-    stages.done("plan", model())
+    stages.end("plan", model())
     assert {p.name for p in tmp_path.iterdir()} == {f"bert_{kind}_{mode}.onnx" for kind in TRAINING}
     written = onnx.load(tmp_path / f"bert_optimized_{mode}.onnx")
     assert written.opset_import[0].version == 18

@@ -81,7 +81,7 @@ def test_gradients_are_held_until_a_planned_step_ends(early: bool) -> None:
     model = ORTModule(module, early_gradients=early)
     model(torch.ones(5, 100)).sum().backward()
     drawn = predicted("", *engine_of(model).newest().timeline(), {})
-    gradients = [dict(zip(BANDS, interval.held, strict=True))["gradients"] for interval in drawn.intervals]
+    gradients = [dict(zip(BANDS, interval.bytes_by_band, strict=True))["gradients"] for interval in drawn.intervals]
     assert gradients == sorted(gradients)
     assert gradients[-1] == sum(p.nbytes for p in module.parameters())
 
@@ -90,7 +90,7 @@ def test_a_measured_step_is_split_into_bands() -> None:
     module = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 100))
     x, parameters = torch.ones(50, 100), 4 * (2 * 100 * 200 + 300)
     step = measure_step("", module, torch.optim.Adam(module.parameters()), lambda: module(x), torch.sum)
-    end = dict(zip(BANDS, step.timeline.intervals[-1].held, strict=True))
+    end = dict(zip(BANDS, step.timeline.intervals[-1].bytes_by_band, strict=True))
     assert step.state["parameters"] == parameters
     assert 2 * parameters <= step.state["optimizer state"] <= 2 * parameters + 100
     assert end["gradients"] == parameters
@@ -99,7 +99,7 @@ def test_a_measured_step_is_split_into_bands() -> None:
     backward = step.timeline.phases[1][1]
     (before,) = [s for s in step.timeline.intervals if s.start <= backward < s.end]
     kept = 4 * (50 * 200 + 50 * 100) + 4  # tanh's result, the output and the loss
-    assert dict(zip(BANDS, before.held, strict=True))["activations kept"] == kept
+    assert dict(zip(BANDS, before.bytes_by_band, strict=True))["activations kept"] == kept
     assert step.activations >= kept
 
 

@@ -126,7 +126,7 @@ def test_workspace_is_held_during_its_node() -> None:
     nodes = tuple(ir.Node("", "Exp", [value]) for _ in range(3))
     allocations = (Allocation(value, 10, 0, 1, Kind.KEPT), Allocation(value, 5, 1, 2, Kind.GRADIENT))
     line = Timeline(nodes, 1, allocations, workspace=(7, 0, 20))
-    assert line.held() == [17, 15, 25]
+    assert line.live_bytes() == [17, 15, 25]
     assert (line.peak, line.kept) == (25, 10)
 
 
@@ -150,6 +150,6 @@ def test_what_is_held_and_for_what() -> None:
     gradients = sum(a.nbytes for a in line.allocations if a.kind is Kind.GRADIENT)
     assert gradients == sum(p.nbytes for p in module.parameters())
     assert set(kinds.values()) == {Kind.KEPT, Kind.RESULT, Kind.GRADIENT}
-    assert max(line.held()) == line.peak >= line.kept > 0
+    assert max(line.live_bytes()) == line.peak >= line.kept > 0
     ends = {a.last for a in line.allocations if a.kind in (Kind.RESULT, Kind.GRADIENT)}
     assert ends == {len(line.nodes)}

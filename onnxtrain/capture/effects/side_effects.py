@@ -146,9 +146,9 @@ class SideEffects:
 
     def _snapshot(self) -> list[_Copy]:
         copies: list[_Copy] = []
-        seen: set[int] = set()
+        visited: set[int] = set()
         for name, submodule in self._module.named_modules():
-            self._copy(submodule.__dict__, name, copies, seen, _DEPTH)
+            self._copy(submodule.__dict__, name, copies, visited, _DEPTH)
             for table in _TABLES:
                 items = submodule.__dict__[table]
                 if isinstance(items, dict):  # TorchScript's are views of its own tables, which do not change
@@ -156,11 +156,11 @@ class SideEffects:
         copies += [(f"global {name}", names, names.copy()) for name, names in self._globals]
         return copies
 
-    def _copy(self, holder: Any, path: str, copies: list[_Copy], seen: set[int], depth: int) -> None:
+    def _copy(self, holder: Any, path: str, copies: list[_Copy], visited: set[int], depth: int) -> None:
         """Append copies of a container and the containers in it to `copies`."""
-        if id(holder) in seen or depth == 0:
+        if id(holder) in visited or depth == 0:
             return
-        seen.add(id(holder))
+        visited.add(id(holder))
         copies.append((path, holder, holder.copy()))
         items = holder.items() if isinstance(holder, dict) else enumerate(holder)
         for key, value in list(items):
@@ -168,9 +168,9 @@ class SideEffects:
                 continue
             inner = f"{path}.{key}" if path else str(key)
             if type(value) in (list, dict, set):
-                self._copy(value, inner, copies, seen, depth - 1)
+                self._copy(value, inner, copies, visited, depth - 1)
             elif type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict:
-                self._copy(value.__dict__, inner, copies, seen, depth - 1)
+                self._copy(value.__dict__, inner, copies, visited, depth - 1)
 
     def check(self) -> None:
         """Compare the state with that at entry of `watching`.

@@ -53,8 +53,8 @@ class ExplicitCasts:
             with_autocast = _CallRecorder(node, arguments, self._state)
             casts: Casts = []
             for value, dtype in with_autocast.casts:
-                taken = {position for position, _ in casts}
-                position = next(i for i, v in enumerate(values) if v is value and i not in taken)
+                positions = {position for position, _ in casts}
+                position = next(i for i, v in enumerate(values) if v is value and i not in positions)
                 casts.append((position, dtype))
             without = _CallRecorder(node, _fake_arguments(node, dict(casts))[0], frozenset())
         except Exception:  # noqa: BLE001  # an operator may raise anything

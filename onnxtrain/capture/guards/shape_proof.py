@@ -177,9 +177,9 @@ def _assumption(env: ShapeEnv | None, assumed: set[Any], checked: set[Any]) -> s
     """
     if env is None:
         return ""
-    found = {check.expr for checks in env.deferred_runtime_asserts.values() for check in checks}
+    asserted = {check.expr for checks in env.deferred_runtime_asserts.values() for check in checks}
     largest = _upper_bounds(checked)
-    for expr in (assumed | found) - checked:
+    for expr in (assumed | asserted) - checked:
         if not is_always_true(expr, {s: _range(env, s, largest.get(s)) for s in expr.free_symbols}):
             return str(expr)
     return ""

@@ -127,17 +127,17 @@ def _is_generated(code: CodeType, scope: Mapping[str, Any]) -> bool:
     return code.co_qualname.startswith("__create_fn__") or str(scope.get("__name__")).startswith("namedtuple_")
 
 
-def _paths(path: str, value: object, names: Collection[str], seen: frozenset[int] = frozenset()) -> Iterator[str]:
+def _paths(path: str, value: object, names: Collection[str], visited: frozenset[int] = frozenset()) -> Iterator[str]:
     """Yield a name and, if it is that of a module, the paths from it that code may use.
 
     For example `nn`, `nn.functional`. A module is not entered twice (`torch.nn.torch`), because the number of paths
     would be infinite.
     """
     yield path
-    if isinstance(value, ModuleType) and id(value) not in seen:
+    if isinstance(value, ModuleType) and id(value) not in visited:
         for name in names:
             if name in vars(value):
-                yield from _paths(f"{path}.{name}", vars(value)[name], names, seen | {id(value)})
+                yield from _paths(f"{path}.{name}", vars(value)[name], names, visited | {id(value)})
 
 
 def with_nested(code: CodeType) -> Iterator[CodeType]:

@@ -101,7 +101,7 @@ class Fingerprints:
 
     def __init__(self, modules: Mapping[int, str]) -> None:
         self._modules = modules
-        self._seen: dict[int, tuple[int, object]] = {}  # keeps the objects alive, so that no id is reused
+        self._objects: dict[int, tuple[int, object]] = {}  # keeps the objects alive, so that no id is reused
         self._classes: set[type] = set()
 
     def of(self, value: object, depth: int = 0) -> Hashable:
@@ -122,9 +122,9 @@ class Fingerprints:
             return "module", self._modules[id(value)]
         if depth > _MAX_DEPTH:
             raise NotStorableError(f"a {type(value).__name__} is nested in more than {_MAX_DEPTH} objects")
-        if id(value) in self._seen and not isinstance(value, tuple):
-            return "again", self._seen[id(value)][0]
-        self._seen[id(value)] = (len(self._seen), value)
+        if id(value) in self._objects and not isinstance(value, tuple):
+            return "again", self._objects[id(value)][0]
+        self._objects[id(value)] = (len(self._objects), value)
         return self._of_kind(value, depth + 1)
 
     def _of_kind(self, value: object, depth: int) -> Hashable:

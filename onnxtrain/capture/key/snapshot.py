@@ -478,19 +478,19 @@ _ABSENT = object()
 
 
 def submodules(
-    module: torch.nn.Module, path: str = "", seen: set[int] | None = None
+    module: torch.nn.Module, path: str = "", visited: set[int] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield each submodule once, with its first path; not the parts of a TorchScript module."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     yield path, module
     if isinstance(module, torch.jit.ScriptModule):
         return
     for name, child in module.__dict__["_modules"].items():
         if child is not None:
-            yield from submodules(child, f"{path}.{name}" if path else name, seen)
+            yield from submodules(child, f"{path}.{name}" if path else name, visited)
 
 
 def _owner_and_name(module: torch.nn.Module, name: str) -> tuple[int, str]:

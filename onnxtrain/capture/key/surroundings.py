@@ -234,13 +234,13 @@ class _Walk:
         for owner, name in reads or ():
             assert self._reads is not None
             self._reads.setdefault(owner, set()).add(name)
-        self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
+        self._visited: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
         self._reference_keys: set[tuple[int, Any]] = set()
         self._builtins: dict[int, tuple[_Scope, set[str]]] = {}  # by scope, the names that are not in it
         self._methods: dict[type, set[str]] = {}  # the names that were looked up in classes of modules
         self._extensible: set[type] = set()  # classes that are checked for new attributes
         modules = list(submodules(module))
-        self._seen.update((id(submodule), submodule) for _, submodule in modules)
+        self._visited.update((id(submodule), submodule) for _, submodule in modules)
         for path, submodule in modules:
             self._visit_submodule(submodule, path)
         self.absent += [(scope, frozenset(names)) for scope, names in self._builtins.values()]
@@ -317,9 +317,9 @@ class _Walk:
         """Add the references that forward can follow from a value."""
         if isinstance(value, VALUE_TYPES) and not isinstance(value, type):
             return
-        if id(value) in self._seen:
+        if id(value) in self._visited:
             return
-        self._seen[id(value)] = value
+        self._visited[id(value)] = value
         if isinstance(value, type):
             if not issubclass(value, torch.autograd.Function):  # its methods run as Python in each call
                 self._visit_class(value)

@@ -195,7 +195,7 @@ def _with_declared_aliases(call: PythonCall) -> PythonCall:
                 todo="return two lists: for each output of forward, and for each argument, the index of the argument "
                 "whose memory it reuses, or -1",
             )
-    input_of = {known.argument: i for i, known in enumerate(call.inputs) if known.argument >= 0}
+    input_of = {call_input.argument: i for i, call_input in enumerate(call.inputs) if call_input.argument >= 0}
     outputs = tuple(
         replace(output, alias=input_of[argument]) if argument in input_of and output.alias < 0 else output
         for output, argument in zip(call.outputs, forward, strict=True)
@@ -296,14 +296,14 @@ def _represents_real_tensor(tensor: FakeTensor) -> bool:
     return any(tensor_id in ids and source.device.type != "meta" for source, tensor_id in sources)
 
 
-def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any, visited: set[int], depth: int) -> Iterator[torch.Tensor]:
     """Yield the fake tensors that an object holds in attributes, containers or closures."""
     if isinstance(value, FakeTensor):
         yield value
         return
-    if depth == 0 or id(value) in seen or isinstance(value, (type, torch.nn.Module, torch.Tensor)):
+    if depth == 0 or id(value) in visited or isinstance(value, (type, torch.nn.Module, torch.Tensor)):
         return
-    seen.add(id(value))
+    visited.add(id(value))
     inner: list[Any] = []
     if isinstance(value, (list, tuple, set, frozenset)):
         inner += value
@@ -320,7 +320,7 @@ def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor
         inner += getattr(value, "__dict__", {}).values()
         inner += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
     for part in inner:
-        yield from _tensors_in(part, seen, depth - 1)
+        yield from _tensors_in(part, visited, depth - 1)
 
 
 def _is_filled(cell: Any) -> bool:

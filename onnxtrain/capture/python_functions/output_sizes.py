@@ -177,7 +177,7 @@ def declared_rule(call: CallArguments, run: TrialRun | None, infer: Callable[...
     """
     name = qualified_name(call.function)
     node = node_proto(name, len(call.tensors))
-    input_dtypes = tuple(int(ONNX_DTYPES[known.dtype]) for known in call.inputs)
+    input_dtypes = tuple(int(ONNX_DTYPES[call_input.dtype]) for call_input in call.inputs)
     rule = _DeclaredRule(infer, name, node.SerializeToString(), input_dtypes)
     shapes, dtypes = rule.infer_outputs([tensor.shape for tensor in call.tensors])
     if run is not None:
@@ -195,7 +195,7 @@ def declared_rule(call: CallArguments, run: TrialRun | None, infer: Callable[...
 
 def _inferred_run(call: CallArguments, shapes: Sequence[Sizes], dtypes: Sequence[Any]) -> TrialRun:
     """Make up a trial run from the shapes and dtypes of the outputs, without mutated inputs or aliases."""
-    recorded = torch.is_grad_enabled() and any(known.requires_grad for known in call.inputs)
+    recorded = torch.is_grad_enabled() and any(call_input.requires_grad for call_input in call.inputs)
     outputs = tuple(
         Output(
             torch_dtype := _torch_dtype(dtype),
@@ -342,8 +342,8 @@ def _deduce_term(call: CallArguments, runs: _Runs, output: int, axis: int) -> _T
         source_of.setdefault(tuple(values), source)
     for count in (1, 2, 3):
         for group in itertools.combinations_with_replacement(source_of, count):
-            products = [math.prod(column) for column in zip(*group, strict=True)]
-            fit = _fit_line(products, observed)
+            column_products = [math.prod(column) for column in zip(*group, strict=True)]
+            fit = _fit_line(column_products, observed)
             if fit is not None and (count == 1 or fit[1] == 0):
                 return _Term(fit[0], tuple(source_of[values] for values in group), fit[1])
     raise _rule_error(call, f"dimension {axis} of output {output} is {observed} for inputs of {_shapes(call, runs)}")

@@ -66,7 +66,7 @@ def try_call(call: CallArguments, tensors: Sequence[torch.Tensor], sizes: Sequen
         CaptureError: the function mutates an input that shares memory with another, or returns an unsupported object.
     """
     grad = torch.is_grad_enabled()
-    recorded = grad and any(known.requires_grad and known.argument >= 0 for known in call.inputs)
+    recorded = grad and any(call_input.requires_grad and call_input.argument >= 0 for call_input in call.inputs)
     with ExitStack() as stack:
         stack.enter_context(uncaptured())
         stack.enter_context(disable_proxy_modes_tracing())
@@ -108,7 +108,9 @@ def try_call(call: CallArguments, tensors: Sequence[torch.Tensor], sizes: Sequen
 
 def _aliases(call: CallArguments, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make aliases of the tensors with version counters of their own, and requires_grad as in the call."""
-    differentiable = [i for i, known in enumerate(call.inputs) if known.requires_grad and known.argument >= 0]
+    differentiable = [
+        i for i, call_input in enumerate(call.inputs) if call_input.requires_grad and call_input.argument >= 0
+    ]
     aliases = [t.clone() if t.is_inference() else t.data for t in tensors]
     for i, tensor in zip(differentiable, requiring_grad([aliases[i] for i in differentiable]), strict=True):
         aliases[i] = tensor

@@ -177,7 +177,7 @@ class CaptureCache:
         """
         fingerprints = self._fingerprints()
         facts = Snapshot(self._module, names, reads).facts
-        return digest([(place, _fact_fingerprint(fingerprints, place, fact.key)) for place, fact in facts.items()])
+        return digest([(path, _fact_fingerprint(fingerprints, path, fact.key)) for path, fact in facts.items()])
 
     def _key(
         self,
@@ -210,9 +210,9 @@ def _module_fingerprint(fingerprints: Fingerprints, path: str, module: torch.nn.
     return path, fingerprints.of_class(type(module)), fingerprints.of(tensors), module.training
 
 
-def _fact_fingerprint(fingerprints: Fingerprints, place: tuple[str, str], key: Any) -> Any:
-    if place[0].endswith("hooks"):
-        raise NotStorableError(f"{place[1]} has hooks")
+def _fact_fingerprint(fingerprints: Fingerprints, path: tuple[str, str], key: Any) -> Any:
+    if path[0].endswith("hooks"):
+        raise NotStorableError(f"{path[1]} has hooks")
     return fingerprints.of(key)
 
 

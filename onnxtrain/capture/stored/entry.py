@@ -129,7 +129,7 @@ def _guards_to_json(stored: StoredGuards) -> Any:
             raise NotStorableError(f"a condition on sizes depends on {expr}, which is no size of an input")
     return {
         "names": stored.names,
-        "symbols": [[str(symbol), *place] for symbol, place in stored.symbols.items()],
+        "symbols": [[str(symbol), *axis] for symbol, axis in stored.symbols.items()],
         "shapes": [[s if isinstance(s, int) else expressions.to_json(s) for s in shape] for shape in stored.shapes],
         "conditions": [[expressions.to_json(expr), soft] for expr, soft in stored.conditions],
         "proven": stored.proven,

@@ -80,7 +80,7 @@ class _Walk:
                 self._declare(value, self._type(value, "the input"))
         missing = [name for name in parameters if name not in graph.initializers]
         if missing:
-            raise ArtifactError("The model has no such parameters.", expected=_some(graph.initializers), got=missing)
+            raise ArtifactError("The model has no such parameters.", expected=_listed(graph.initializers), got=missing)
         for name, value in graph.initializers.items():
             if name in parameters:
                 self._declare(value, _initializer_type(value))
@@ -280,9 +280,9 @@ def _origin(node: ir.Node) -> dict[str, str]:
     return {"module": str(node.name)} if node.name else {}
 
 
-def _some(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:20])
-    return shown if len(names) <= 20 else f"{shown}, … ({len(names)} in all)"
+def _listed(names: Collection[str]) -> str:
+    names_text = ", ".join(list(names)[:20])
+    return names_text if len(names) <= 20 else f"{names_text}, … ({len(names)} in all)"
 
 
 def _attributes(node: ir.Node, definition: OpDef) -> dict[str, Any] | None:
@@ -296,8 +296,8 @@ def _attributes(node: ir.Node, definition: OpDef) -> dict[str, Any] | None:
             continue
         declared = schema.attributes.get(name)
         default = None if declared is None else onnx.helper.get_attribute_value(declared.default_value)
-        given = attribute.value.encode() if isinstance(attribute.value, str) else attribute.value
-        if given != default:
+        value = attribute.value.encode() if isinstance(attribute.value, str) else attribute.value
+        if value != default:
             return None
     return attributes
 

@@ -48,14 +48,14 @@ class Request:
         """
         model = ir.Model(_graph(part), ir_version=IR_VERSION)
         try:
-            self.graph, known = to_bytes(model)
+            self.graph, data = to_bytes(model)
         except NotStorableError as error:
             raise GraphError("the region cannot be written to a file", got=error) from error
         threads = torch.get_num_threads()
-        metadata = {"known": known, "shapes": [list(s) for s in shapes], "threads": threads, "device": str(device)}
+        metadata = {"known": data, "shapes": [list(s) for s in shapes], "threads": threads, "device": str(device)}
         self.metadata = json.dumps(metadata)
         # Without the shapes: the library is the same whatever the sizes of the first call.
-        determining = json.dumps([known, threads, current_machine().code_target, _device_kind(device), *versions()])
+        determining = json.dumps([data, threads, current_machine().code_target, _device_kind(device), *versions()])
         self.key = hashlib.sha256(self.graph + b"\0" + determining.encode()).hexdigest()[:24]
 
     def write(self, folder: Path) -> None:

@@ -33,7 +33,9 @@ def merge(pt_dir: Path, ort_dir: Path, output_dir: Path, *, overwrite: bool = Fa
         shutil.rmtree(output_dir)
     for step in common:
         order = (pt_dir / step / "order.txt").read_text(encoding="utf-8").split("\n")
-        names = [f"{name}_{way}" for way in ("forward", "backward") for name in dict.fromkeys(order) if name]
+        names = [
+            f"{name}_{direction}" for direction in ("forward", "backward") for name in dict.fromkeys(order) if name
+        ]
         for run, folder in (("merge_pt", pt_dir), ("merge_ort", ort_dir)):
             target = output_dir / run / f"{step}_.txt"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ort_dir", type=Path, required=True, help="the folder of the ORTModule run")
     parser.add_argument("--output_dir", type=Path, required=True, help="the folder for the merged files")
     parser.add_argument("--overwrite", action="store_true", help="empty output_dir first")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        merge(given.pt_dir, given.ort_dir, given.output_dir, overwrite=given.overwrite)
+        merge(arguments.pt_dir, arguments.ort_dir, arguments.output_dir, overwrite=arguments.overwrite)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return 0

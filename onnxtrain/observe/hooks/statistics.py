@@ -138,8 +138,10 @@ def _summary(tensor: torch.Tensor, bucket: int) -> Iterator[str]:
     yield f"shape: {tuple(tensor.shape)}  dtype: {tensor.dtype}  elements: {flat.numel()}"
     if flat.numel():
         yield from _numbers(flat, bucket)
-    shown = ", ".join(f"{value:.9g}" if isinstance(value, float) else str(value) for value in flat[:_SAMPLES].tolist())
-    yield f"first elements: [{shown}]"
+    samples = ", ".join(
+        f"{value:.9g}" if isinstance(value, float) else str(value) for value in flat[:_SAMPLES].tolist()
+    )
+    yield f"first elements: [{samples}]"
 
 
 def _numbers(flat: torch.Tensor, bucket: int) -> Iterator[str]:

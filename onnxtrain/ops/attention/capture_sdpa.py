@@ -63,13 +63,13 @@ def _capture(
 
 def _may_need_gradient(mask: ir.Value | None) -> bool:
     """Return whether a mask is computed from floating-point inputs of the graph: a learned bias."""
-    seen: set[ir.Value] = set()
+    visited: set[ir.Value] = set()
     rest = [mask]
     while rest:
         value = rest.pop()
-        if value is None or value in seen:
+        if value is None or value in visited:
             continue
-        seen.add(value)
+        visited.add(value)
         node = value.producer()
         if node is None and value.const_value is None and is_float(dtype_of(value)):
             return True

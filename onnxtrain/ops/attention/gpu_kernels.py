@@ -107,11 +107,11 @@ def attention_backward(
     none = state.new_empty(0)
     if choice.backend == _FLASH:
         wide = (_padded_heads(x) for x in (dy, q, choice.k, choice.v, y))
-        found = aten_kernels.gpu_flash_grad.get()(
+        all_gradients = aten_kernels.gpu_flash_grad.get()(
             *wide, logsumexp, none, none, q.size(2), k.size(2), ratio, options.causal,
             state.view(torch.uint64), none.view(torch.uint64), scale=scale,
         )  # fmt: skip
-        gradients = tuple(g[..., : x.size(3)] for g, x in zip(found, (q, k, v), strict=True))
+        gradients = tuple(g[..., : x.size(3)] for g, x in zip(all_gradients, (q, k, v), strict=True))
     elif choice.backend == _CUDNN:
         gradients = aten_kernels.gpu_cudnn_grad.get()(
             dy, q, choice.k, choice.v, y, logsumexp.unsqueeze(-1), state[0], state[1], options.mask,

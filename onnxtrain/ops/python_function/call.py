@@ -271,16 +271,16 @@ class PythonCall:
     def backward(
         self,
         missing: MissingGradients,
-        wanted: Sequence[int],
+        wanted_indices: Sequence[int],
         free: Sequence[bool],
         context: Context,
         cotangents: Sequence[torch.Tensor | None],
     ) -> tuple[torch.Tensor | None, ...] | torch.Tensor | None:
-        """Return the gradients of the tensor inputs in `wanted`; a single one without a tuple.
+        """Return the gradients of the tensor inputs at `wanted_indices`; a single one without a tuple.
 
         Args:
             missing: the inputs without gradients so far; updated.
-            wanted: indices of tensor inputs.
+            wanted_indices: indices of tensor inputs.
             free: for each of them, whether its gradient is only a result of the program, and may be None.
             context: of the forward run.
             cotangents: one or None per output.
@@ -289,9 +289,9 @@ class PythonCall:
             GradientsChangedError: the program was built for gradients of other inputs and must be built again.
         """
         gradients = self._computed_gradients(missing, context, cotangents)
-        _record_missing_gradients(missing, wanted, free, gradients)
+        _record_missing_gradients(missing, wanted_indices, free, gradients)
         results: list[torch.Tensor | None] = []
-        for index, may_be_none in zip(wanted, free, strict=True):
+        for index, may_be_none in zip(wanted_indices, free, strict=True):
             gradient = gradients[index]
             if gradient is None and not may_be_none:
                 shape, dtype, device = context.inputs[index]
@@ -387,15 +387,20 @@ class PythonCall:
 
 
 def _record_missing_gradients(
-    missing: MissingGradients, wanted: Sequence[int], free: Sequence[bool], gradients: Sequence[torch.Tensor | None]
+    missing: MissingGradients,
+    wanted_indices: Sequence[int],
+    free: Sequence[bool],
+    gradients: Sequence[torch.Tensor | None],
 ) -> None:
     """Record which inputs have no gradient. Eager computes nothing upstream of them, nor should the graph.
 
     Raises:
         GradientsChangedError: they are others than those that the program was built for.
     """
-    newly_lacking = {i for i, f in zip(wanted, free, strict=True) if gradients[i] is None and not f} - missing.varying
-    newly_present = {i for i in missing.lacking if i not in wanted and gradients[i] is not None}
+    newly_lacking = {
+        i for i, f in zip(wanted_indices, free, strict=True) if gradients[i] is None and not f
+    } - missing.varying
+    newly_present = {i for i in missing.lacking if i not in wanted_indices and gradients[i] is not None}
     if newly_lacking or newly_present:
         missing.lacking |= newly_lacking
         missing.lacking -= newly_present

@@ -261,8 +261,8 @@ REPEATABLE.register(PYTHON_OP, lambda node: call_of(node).is_recomputable)
 def _lower_gradient(n: NodeView, context: Any, cotangents: tuple[Any, ...]) -> Call:
     # A gradient that no node reads is a result of the program: it may be None, as in eager.
     free = tuple(not gradient.uses() for gradient in n.node.outputs)
-    wanted = tuple(i for i, flag in enumerate(n.output_tensor_requires_grads) if flag)
-    return Call(call_of(n.node).backward, n.node.meta["missing_gradients"], wanted, free, context, cotangents)
+    wanted_indices = tuple(i for i, flag in enumerate(n.output_tensor_requires_grads) if flag)
+    return Call(call_of(n.node).backward, n.node.meta["missing_gradients"], wanted_indices, free, context, cotangents)
 
 
 PYTHON_OP_GRAD = define(

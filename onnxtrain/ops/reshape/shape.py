@@ -172,10 +172,10 @@ def factored(source: Sizes, target: Sizes) -> tuple[list[str], list[str]]:
 
 def _common_cuts(source: Sequence[Size], target: Sequence[Size]) -> list[tuple[int, int]]:
     """Return the positions where the products of both leading sizes are proven equal, from (0, 0) to the two ends."""
-    products = {sizes.multiply(1, *target[:j]): j for j in range(len(target))}
+    prefix_products = {sizes.multiply(1, *target[:j]): j for j in range(len(target))}
     cuts = [(0, 0)]
     for i in range(1, len(source)):
-        j = products.get(sizes.multiply(1, *source[:i]))
+        j = prefix_products.get(sizes.multiply(1, *source[:i]))
         if j:
             cuts.append((i, j))
     cuts.append((len(source), len(target)))

@@ -298,10 +298,10 @@ def _slice_grad_body(op: Builder, n: NodeView) -> ir.Value:
 def _scatter_axes(n: NodeView, rank: int, inputs_are_whole: list[bool]) -> str:
     """Return the axis map, given which of the first inputs have the output's sizes; the others are sliced."""
     sliced_axes = {bound[0] for bound in _bounds(n, rank)}
-    whole = [f"[y{i}]" if i in sliced_axes else f"a{i}" for i in range(rank)]
+    data_axes = [f"[y{i}]" if i in sliced_axes else f"a{i}" for i in range(rank)]
     part = [f"[u{i}]" if i in sliced_axes else f"a{i}" for i in range(rank)]
     others = [None] * (len(n.node.inputs) - len(inputs_are_whole))
-    return format_axis_map([*(whole if is_whole else part for is_whole in inputs_are_whole), *others], whole)
+    return format_axis_map([*(data_axes if is_whole else part for is_whole in inputs_are_whole), *others], data_axes)
 
 
 def _axes_and_steps(n: NodeView, rank: int) -> tuple[list[int], list[int]]:

@@ -147,8 +147,8 @@ def _trials(device: torch.device) -> Iterator[tuple[list[SimpleNamespace], int]]
 
 def _stand_in(optimizer: Any, parts: Sequence[SimpleNamespace], rank: int, comm: _NoCommunication) -> Any:
     """An optimizer of the same class that holds nothing but what the methods read."""
-    made = object.__new__(type(optimizer))
-    vars(made).update(
+    stand_in = object.__new__(type(optimizer))
+    vars(stand_in).update(
         device=optimizer.device,
         dp_process_group=None,
         model_parallel_rank=rank,
@@ -156,7 +156,7 @@ def _stand_in(optimizer: Any, parts: Sequence[SimpleNamespace], rank: int, comm:
         averaged_gradients={0: [p.grad for p in parts], 1: [None]},
         _model_parallel_all_reduce=lambda tensor, op: comm.all_reduce(tensor, op, "model parallel"),
     )
-    return made
+    return stand_in
 
 
 def _arguments(name: str, parts: list[SimpleNamespace]) -> tuple[Any, ...]:
