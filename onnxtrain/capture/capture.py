@@ -384,8 +384,8 @@ def _to_do(error: BaseException) -> str:
 _DATA_DEPENDENT_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
-# PyTorch's reference functions for these losses take other arguments than the operators, and tracing would call them
-# all the same: cross_entropy with reduction="none" would get the shape ().
+# The arguments of PyTorch's reference functions for these losses differ from the operators', but tracing would call
+# them: cross_entropy with reduction="none" would get the shape ().
 _MISMATCHED_REFERENCES = (
     torch.ops.aten.nll_loss.default,
     torch.ops.aten.hinge_embedding_loss.default,

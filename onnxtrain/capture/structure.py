@@ -539,7 +539,7 @@ def _difference(old: Tree, new: Tree, path: str) -> str:
             if difference:
                 return difference
     if isinstance(old, Slot) and isinstance(new, Slot):
-        return f"{_readable(path)}: other inputs than before are the same tensor"
+        return f"{_readable(path)}: different inputs from before are the same tensor"
     where = _readable(path) if path not in ("", "[0]", "[1]") else {"[0]": "args", "[1]": "kwargs"}.get(path, "inputs")
     return f"{where}: {_describe(old)} → {_describe(new)}"
 

@@ -248,19 +248,19 @@ def _digits(types: Mapping[str, tuple[str, Sequence[int | str | None]]]) -> dict
         problem = f"--data {_DIGITS} requires scikit-learn."
         raise TrainingError(problem, got=error, todo="pip install scikit-learn") from error
     if len(types) != 2:
-        problem = f"The graph does not fit --data {_DIGITS}, which has images and labels."
+        problem = f"The graph does not match --data {_DIGITS}, which has images and labels."
         raise TrainingError(problem, expected="a graph of two inputs", got=", ".join(types), todo=_ADVICE)
     loaded = load_digits()
     (image, (dtype, shape)), (label, (label_dtype, _)) = types.items()
     static = [size for size in shape[1:] if isinstance(size, int)]
     sizes = static if len(static) == len(shape) - 1 else [_PIXELS] if len(shape) == 2 else [1, 8, 8]
     if math.prod(sizes) != _PIXELS or len(sizes) != len(shape) - 1:
-        problem = f"The shape of the graph's input {image!r} does not fit the {_PIXELS} pixels of a digit."
+        problem = f"The shape of the graph's input {image!r} does not match the {_PIXELS} pixels of a digit."
         expected = "a graph whose first input is (any, 64) or (any, 1, 8, 8)"
         raise TrainingError(problem, expected=expected, got=_sizes(shape), todo=_ADVICE)
     if not np.issubdtype(np.dtype(dtype), np.floating) or label_dtype not in ("int64", "int32"):
         got = f"{image} {dtype}, {label} {label_dtype}"
-        problem = f"The input dtypes of the graph do not fit --data {_DIGITS}."
+        problem = f"The input dtypes of the graph do not match --data {_DIGITS}."
         raise TrainingError(problem, expected="a floating-point and an integer input", got=got, todo=_ADVICE)
     pixels = (loaded.data / 16).astype(dtype).reshape(-1, *sizes)
     return {image: pixels, label: loaded.target.astype(label_dtype)}

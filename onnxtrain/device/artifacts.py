@@ -267,7 +267,7 @@ class _Sources:
             raise ArtifactError("Unknown kind of model.", expected=expected, got=type(model).__name__)
         if not args and not kwargs:
             raise ArtifactError(
-                "A torch module is captured from an example call, and none is given.", expected="example_args=(...)"
+                "A torch.nn.Module needs example arguments to be captured.", expected="example_args=(...)"
             )
         captured = from_torch(model, args, kwargs, output_names)
         self.training, self.evaluation = captured.training, captured.evaluation
@@ -329,7 +329,7 @@ def _extended(
     if loss_inputs is None:
         if type(loss) in _LOSSES.values() and len(outputs) > 1:
             raise ArtifactError(
-                f"The model has {len(outputs)} outputs, and the loss takes one.",
+                f"The loss takes one output, but the model has {len(outputs)}.",
                 got=", ".join(outputs),
                 todo="name it: loss_input_names=[...]",
             )

@@ -201,7 +201,7 @@ def custom_op_library(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise ArtifactError("A library of custom ops is already set.", got=str(_library.get()))
     library = Path(path)
     if not library.is_file():
-        raise ArtifactError("The library of custom ops is not there.", str(library), todo="pass the path of the file")
+        raise ArtifactError("The library of custom ops does not exist.", str(library), todo="pass the path of the file")
     token = _library.set(library)
     try:
         yield library
@@ -281,7 +281,7 @@ class ForwardBlock(Block):
             ArtifactError: the block was not called yet.
         """
         if self._extended is None:
-            raise ArtifactError("The block was not called yet, and has no model.", todo="call the block first")
+            raise ArtifactError("The block has no model, because it was not called yet.", todo="call the block first")
         model = self._extended.with_data()
         if any(node.domain == OWN for node in model.graph) and not model.functions:
             outputs = [str(value.name) for value in model.graph.outputs]

@@ -54,5 +54,5 @@ def load_checkpoint_to_model(path: str | os.PathLike[str], model: onnx.ModelProt
         new = ir.to_proto(ir.tensor(array, name=name))
         if (tensor.data_type, list(tensor.dims)) != (new.data_type, list(new.dims)):
             expected, got = (f"{t.data_type} {list(t.dims)}" for t in (tensor, new))
-            raise ArtifactError(f"{name} has another dtype or shape than in the model.", str(path), expected, got)
+            raise ArtifactError(f"{name} differs from the model in dtype or shape.", str(path), expected, got)
         tensor.CopyFrom(new)

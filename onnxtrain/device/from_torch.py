@@ -144,7 +144,7 @@ def name_outputs(captured: Captured, output_names: Sequence[str] | None) -> dict
     names = list(output_names or (["output"] if results == 1 else [f"output_{i}" for i in range(results)]))
     if len(names) != results:
         raise ArtifactError(
-            "The number of output names is not that of the tensors that forward returns.",
+            "The number of output names differs from the number of tensors that forward returns.",
             expected=len(names),
             got=results,
         )

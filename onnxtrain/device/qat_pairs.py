@@ -275,7 +275,7 @@ def _check_parameters_match(quantize: ir.Node, node: ir.Node, graph: ir.Graph) -
     equal = np.array_equal(array(scale), array(own_scale)) and np.array_equal(zero, own_zero) and dtype == own_dtype
     axes = [n.attributes["axis"].as_int() if "axis" in n.attributes else 1 for n in (quantize, node)]
     if not equal or (zero.size > 1 and axes[0] != axes[1]):
-        why = f"has another scale, zero point, type or axis than {traversal.describe(quantize)} before it."
+        why = f"differs from {traversal.describe(quantize)} in scale, zero point, type or axis."
         _refuse(node, why, _STATIC)
 
 
@@ -299,7 +299,7 @@ def _check_one_scale(all_roundings: Sequence[Rounding]) -> None:
         other = first.setdefault(rounding.source, rounding)
         equal = np.array_equal(array(other.scale), array(rounding.scale)) and other.axis == rounding.axis
         if not equal or not np.array_equal(other.zero_point, rounding.zero_point):
-            why = f"reads the integers {rounding.source.name!r} with another scale than {other.dequantize.name!r}."
+            why = f"reads the integers {rounding.source.name!r} with a different scale from {other.dequantize.name!r}."
             _refuse(rounding.dequantize, why, "give each node its own initializer")
         for reader, _ in rounding.source.uses():
             if not _is(reader, "DequantizeLinear"):

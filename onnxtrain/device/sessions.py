@@ -341,9 +341,7 @@ def _metadata(session: ort.InferenceSession, path: Path, kind: str) -> ArtifactM
         problem = "The version of the training graph is not supported."
         raise TrainingError(problem, str(path), VERSION, entry["version"], "Write the artifacts again.")
     if entry["kind"] != kind:
-        raise TrainingError(
-            "The model is another artifact than expected.", str(path), f"the {kind} graph", entry["kind"]
-        )
+        raise TrainingError("The file is not the expected artifact.", str(path), f"the {kind} graph", entry["kind"])
     names = {key: tuple(entry.get(key, ())) for key in _LISTS}
     return ArtifactMetadata(
         kind=kind,

@@ -94,7 +94,7 @@ class TrainingState:
                 self._parameters[name] = self._zeros(types[name])
         for name, buffer in self._parameters.items():
             if name in types and not types[name].takes(buffer.dtype, buffer.shape):
-                problem = "A parameter has another dtype or shape than in the graph."
+                problem = "A parameter differs from the graph in dtype or shape."
                 raise CheckpointError(problem, repr(name), types[name], buffer, _OTHER_ARTIFACTS)
         for name in metadata.trainable:
             if name not in self.gradients:
@@ -108,7 +108,7 @@ class TrainingState:
             CheckpointError: the checkpoint has the state of another optimizer, or the graph belongs to another model.
         """
         if self.gradients.keys() != set(metadata.trainable):
-            problem = "The optimizer graph updates other parameters than the training graph trains."
+            problem = "The optimizer graph updates different parameters from those that the training graph trains."
             expected_names, names = ", ".join(self.gradients), ", ".join(metadata.trainable)
             raise CheckpointError(problem, None, expected_names, names, _OTHER_ARTIFACTS)
         if self.optimizer and self.optimizer.keys() != set(metadata.state):
@@ -124,7 +124,7 @@ class TrainingState:
                 if name not in own:
                     own[name] = self._zeros(expected)
                 elif not expected.takes(own[name].dtype, own[name].shape):
-                    problem = "An optimizer state has another dtype or shape than in the graph."
+                    problem = "An optimizer state differs from the graph in dtype or shape."
                     raise CheckpointError(problem, f"{name}.{state}", expected, own[name], _OTHER_ARTIFACTS)
         if self.learning_rate is None:
             self.learning_rate = DEFAULT_LEARNING_RATE

@@ -122,7 +122,7 @@ class TrainingBlock(Block):
     def extended(self) -> Extended:
         """The forward graph with its loss. Raises ArtifactError before the first call of the block."""
         if self._extended is None:
-            raise ArtifactError("The block was not called yet, and has no graph.", todo="call the block first")
+            raise ArtifactError("The block has no graph, because it was not called yet.", todo="call the block first")
         return self._extended
 
     def parameters(self) -> tuple[list[onnx.TensorProto], list[onnx.TensorProto]]:

@@ -43,7 +43,7 @@ class BackwardSource(Protocol):
         """The backward program for these results (one flag each) and these inputs (one flag each)."""
 
     def differentiate_again(self) -> None:
-        """Differentiate anew: custom functions returned gradients for other inputs than was assumed."""
+        """Differentiate again: custom functions returned gradients for unexpected inputs."""
 
 
 class Backward:

@@ -25,7 +25,7 @@ class WithoutEffect:
 
 
 _ALWAYS_CHECKED = WithoutEffect(
-    "every call is checked, which takes microseconds: a graph that does not fit the call would give wrong results.",
+    "every call is checked, which takes microseconds: a graph that does not match the call would give wrong results.",
     SKIP_CHECK,
 )
 _NO_BUILD = WithoutEffect("onnxtrain has no extensions to build: it runs PyTorch's kernels, also on the GPU.")

@@ -32,7 +32,7 @@ from onnxtrain.passes.rewriting import only_user
 
 _MATMULS = frozenset({MATMUL, FUSED_MATMUL, EINSUM})
 _BETWEEN = frozenset({MUL, DIV, ADD, SUB, WHERE})  # scores and softmax
-_SOFTMAX_TYPE = "its softmax has another element type than query and key"
+_SOFTMAX_TYPE = "the element type of its softmax differs from that of query and key"
 
 
 class NotAttention(Exception):  # noqa: N818  # control flow: why a softmax is not fused

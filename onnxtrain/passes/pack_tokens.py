@@ -307,7 +307,7 @@ class _Finder:
     def _visit_attention(self, node: ir.Node) -> None:
         n = view(node)
         if not self._attends_to_tokens(node):
-            raise NotRowwise("its keys have other batch or step dimensions than those of the first attention")
+            raise NotRowwise("its keys differ in batch or step dimensions from those of the first attention")
         table = split_mask(node).table
         if any(traversal.is_used(v) for v in node.outputs[1:]):
             raise NotRowwise("its probabilities have users")

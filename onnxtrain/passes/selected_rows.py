@@ -171,7 +171,9 @@ class Walk:
             if read is None or rows is None or rows.broadcast_to is not None:
                 continue
             if self.axes.get(read, input_axes.get(read, rows.axes)) != rows.axes:
-                raise NotRowwise(f"{node.op_type} selects rows of {read.name} along other axes than its other users")
+                raise NotRowwise(
+                    f"{node.op_type} selects rows of {read.name} along different axes from its other users"
+                )
             input_axes[read] = rows.axes
         self.inside.add(node)
         self.axes.update(input_axes)

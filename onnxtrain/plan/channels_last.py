@@ -105,7 +105,7 @@ class ChannelsLast:
         return [*map(_convert, formats, arguments), *arguments[len(formats) :]]
 
     def converted_inputs(self, node: ir.Node) -> Collection[ir.Value]:
-        """The inputs that a node reads in another memory format than their own: each is copied."""
+        """Return the inputs that a node reads in a different memory format: each is copied."""
         conversions = zip(node.inputs, self._conversions(node), strict=True)
         return {v for v, memory_format in conversions if v is not None and memory_format}
 

@@ -13,8 +13,8 @@ from typing import Any
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of a module or class for all threads; `value` must check which thread calls it.
 
-    The caller must hold the capture lock: two threads that exit in another order than they entered would leave a
-    replacement behind.
+    The caller must hold the capture lock: threads that exit in a different order than they entered
+    would leave a replacement behind.
     """
     is_own = name in owner.__dict__  # else inherited, or a builtin
     before = owner.__dict__.get(name)

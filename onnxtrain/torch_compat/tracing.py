@@ -43,7 +43,7 @@ keep_unread_samples = Internal[Callable[[], AbstractContextManager[Any]]](
     why="functionalization removes random operators whose results are not read; eager runs them, and they advance the "
     "generator",
     fallback=nullcontext,
-    cost='with rng="torch", a module that does not read some of its samples gets other samples than eager',
+    cost='with rng="torch", a module that does not read some of its samples gets different samples from eager',
     check=can_be_entered,
 ).get()
 

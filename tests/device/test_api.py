@@ -548,7 +548,7 @@ def test_wrong_files_are_named(folder: Path, training: Training) -> None:
         Module(folder / "nope.onnx", state)
     with pytest.raises(TrainingError, match="cannot load"):
         Optimizer(folder / "checkpoint", training.module)
-    with pytest.raises(TrainingError, match=r"(?s)another artifact than expected.*training graph.*eval"):
+    with pytest.raises(TrainingError, match=r"(?s)not the expected artifact.*training graph.*eval"):
         Module(folder / "eval_model.onnx", state)
     training.module.export_model_for_inferencing(folder / "exported.onnx", ["y"])
     with pytest.raises(TrainingError, match="generate_artifacts"):
@@ -567,8 +567,8 @@ def test_a_checkpoint_of_another_model_is_refused(folder: Path) -> None:
     parameters = fresh().parameters
     wrong = {
         "lacks parameters": {n: a for n, a in parameters.items() if n != "bias"},
-        "another dtype or shape than in the graph": parameters | {"bias": np.ones(4, np.float32)},
-        "(?s)another dtype or shape than in the graph.*float64": parameters | {"bias": np.ones(3)},
+        "differs from the graph in dtype or shape": parameters | {"bias": np.ones(4, np.float32)},
+        "(?s)differs from the graph in dtype or shape.*float64": parameters | {"bias": np.ones(3)},
     }
     for message, arrays in wrong.items():
         with pytest.raises(CheckpointError, match=message):
@@ -584,7 +584,7 @@ def test_the_state_of_another_optimizer_is_refused(folder: Path) -> None:
         Optimizer(folder / "optimizer_model.onnx", module)
     wide = {name: array.astype(np.float64) for name, array in moments.items()}
     module = Module(folder / "training_model.onnx", _changed(optimizer={"momentum_buffer": wide}))
-    with pytest.raises(CheckpointError, match="another dtype or shape than in the graph"):
+    with pytest.raises(CheckpointError, match="differs from the graph in dtype or shape"):
         Optimizer(folder / "optimizer_model.onnx", module)
 
 

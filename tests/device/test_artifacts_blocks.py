@@ -248,7 +248,7 @@ def test_errors_of_blocks(tmp_path: Path) -> None:
             onnxblock.blocks.Neg()("nothing")
     with onnxblock.base(model), pytest.raises(RuntimeError, match="cannot be appended to another graph"):
         onnxblock.optim.SGD()([numpy_helper.from_array(weight(2), "w")])
-    with pytest.raises(RuntimeError, match="not there"), onnxblock.custom_op_library(tmp_path / "nowhere.so"):
+    with pytest.raises(RuntimeError, match="does not exist"), onnxblock.custom_op_library(tmp_path / "nowhere.so"):
         pass
     for wrong in (lambda: onnxblock.optim.ClipGradNorm(0), lambda: onnxblock.loss.MSELoss("middle")):
         with pytest.raises(RuntimeError):

@@ -595,7 +595,7 @@ def test_refuses_pairs_that_do_not_belong_together() -> None:
     other = onnx.ModelProto()
     other.CopyFrom(good)
     other.graph.node[1].input[1] = "w_scale"
-    refused(other, "another scale")
+    refused(other, "in scale, zero point")
     read_by_more = onnx.ModelProto()
     read_by_more.CopyFrom(good)
     read_by_more.graph.node.append(node("Cast", ["x_rounded_q"], ["cast"], to=TensorProto.FLOAT))

@@ -158,7 +158,7 @@ class TracedGradient:
             decisions = self._enter(stack, python_formulas)
             if len({t.dtype for t in self._tensors if t.is_floating_point()}) > 1:
                 # During a trace PyTorch uses formulas without in-place operators, which keep a half precision.
-                raise RefusedTrace("its dtypes are mixed, and the trace rounds at other steps than eager does")
+                raise RefusedTrace("its dtypes are mixed, and the trace rounds at different steps from eager")
             if is_composite(call.function) and torch.Tag.nondeterministic_seeded in call.function.tags:
                 raise RefusedTrace("random numbers would be sampled again, or not at all, as in the parts of an LSTM")
             module = self._traced_module(call, active, has_cotangent)
@@ -239,7 +239,7 @@ class TracedGradient:
 
 
 def _fault_at(module: GraphModule, binding: Mapping[Any, Any]) -> str:
-    """Describe the first node that has another shape at these sizes than the trace says; "" if none has."""
+    """Describe the first node whose shape at these sizes contradicts the trace; "" if there is none."""
     values: dict[Node, Any] = {}
     with CAPTURE_LOCK, reports_dropped(), torch.no_grad(), FakeTensorMode() as mode:
         for node in module.graph.nodes:
@@ -252,7 +252,7 @@ def _fault_at(module: GraphModule, binding: Mapping[Any, Any]) -> str:
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
                 if not _same_shapes(values[node], expected):
-                    return f"{node.target} has another shape than traced at the sizes {dict(binding)}"
+                    return f"{node.target} has a different shape from the trace at the sizes {dict(binding)}"
     return ""
 
 

@@ -271,7 +271,7 @@ class _Walk:
             got = type_of(value)
             if got.dtype != expected.dtype or not _same_sizes(got, expected):
                 raise UnsupportedOperatorError(
-                    f"the operator {name} was converted to a value of another type than PyTorch's",
+                    f"the operator {name} was converted to a value whose type differs from PyTorch's",
                     where=source_location.of_node(node),
                     expected=_spell(expected),
                     got=_spell(got),

@@ -62,8 +62,8 @@ class WrittenView:
         expected = [sizes.evaluate(stride, bindings) for stride in self.target_strides]
         if any(a != b for a, b, size in zip(expected, target.stride(), target.shape, strict=True) if size > 1):
             raise KernelError(
-                "a tensor that forward changes in place, and of which it returns a view, has other strides than at the "
-                "capture",
+                "the strides of a tensor that forward changes in place, and of which it returns a view, differ from "
+                "those at the capture",
                 expected=tuple(expected),
                 got=target.stride(),
                 todo="do not change the memory format of the module's buffers and inputs after the first call",

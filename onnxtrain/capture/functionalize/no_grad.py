@@ -57,7 +57,7 @@ def detach_no_grad_values(program: ExportedProgram) -> None:
     """Detach the values that have no gradient because forward switched grad mode off.
 
     Raises:
-        CaptureError: the functional graph would have other gradients than eager.
+        CaptureError: the gradients of the functional graph would differ from eager's.
     """
     module = program.graph_module
     calls = [n for part in module.modules() if isinstance(part, GraphModule) for n in _calls(part)]

@@ -1,9 +1,8 @@
 """Prove that a captured graph is valid at sizes that its export did not assume.
 
-The graph is a sequence of PyTorch's operators, and each computes at any sizes what it computes in eager. The one thing
-that can go wrong is that an operator returns another shape than the graph says (`squeeze` of a dimension that is now 1,
-a broadcast that was an equality). So the graph is run on fake tensors of the real sizes, and all shapes are compared,
-which takes milliseconds.
+The graph is a sequence of PyTorch's operators, and each computes the same as in eager at all sizes. Only shapes can be
+wrong: an operator may return a shape that contradicts the graph (`squeeze` of a dimension that is now 1, a broadcast of
+equal sizes). A run on fake tensors of the real sizes compares all shapes, which takes milliseconds.
 
 A data-dependent size (of `x[mask]`, of `nonzero`) is a symbol in such a run, as it was in the export. The graph has to
 be valid for each of its values: the export must have assumed nothing of it, and the shapes are also compared for 0 and

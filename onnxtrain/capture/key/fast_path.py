@@ -95,7 +95,7 @@ class _ArgumentChecks:
         self._containers = 0
 
     def add_call(self, structure: Structure) -> bool:
-        """Add a call; return False if it has other arguments than tensors, constants, tuples, lists and dicts."""
+        """Add a call; return False if it has arguments besides tensors, constants, tuples, lists and dicts."""
         tree = structure.tree
         assert isinstance(tree, Node)
         args, kwargs = tree.children

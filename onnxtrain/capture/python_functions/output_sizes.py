@@ -262,7 +262,7 @@ def deduced_rule(call: CallArguments, failure: Exception | None) -> tuple[TrialR
     run = runs[0][1]
     for _, other in runs[1:]:
         if (other.result, other.outputs, other.copied) != (run.result, run.outputs, run.copied):
-            raise _rule_error(call, "forward returns other kinds of results at other sizes")
+            raise _rule_error(call, "forward returns different kinds of results at other sizes")
     return run, _DeducedRule(
         tuple(
             tuple(_deduce_term(call, runs, index, axis) for axis in range(output.rank))

@@ -122,7 +122,7 @@ def _thaw(key: Any) -> Any:
             return kind(map(_thaw, parts))
         case (kind, *parts) if kind is dict:
             return {_thaw(name): _thaw(value) for name, value in parts}
-    raise NotStorableError("an output is a container that depends on other objects than plain Python values")
+    raise NotStorableError("an output is a container that depends on objects that are not plain Python values")
 
 
 # Values

@@ -117,7 +117,7 @@ class _Walk:
     def _type(self, value: ir.Value, role: str) -> TensorType:
         if isinstance(value.type, ir.SequenceType | ir.OptionalType):
             raise ArtifactError(
-                f"A training graph has tensors alone, and {role} {value.name!r} is none.",
+                f"A training graph supports only tensors, but {role} {value.name!r} is not one.",
                 got=str(value.type),
                 todo="export the model with one input for each tensor",
             )
@@ -221,13 +221,13 @@ class _Walk:
         node = source.node
         if node.domain == ONNX and ("Sequence" in node.op_type or "Optional" in node.op_type):
             raise ArtifactError(
-                f"A training graph has tensors alone, and {traversal.describe(node)} works on sequences or optionals.",
+                f"A training graph supports only tensors, but {traversal.describe(node)} uses sequences or optionals.",
                 where=traversal.origin(node),
                 todo="export the model with other ops: Split for SplitToSequence, Concat for ConcatFromSequence",
             )
         if any(traversal.subgraphs(node)):
             raise ArtifactError(
-                f"{traversal.describe(node)} has subgraphs, and gradients cannot pass loops and branches.",
+                f"{traversal.describe(node)} has subgraphs (loops or branches), which have no gradient.",
                 where=traversal.origin(node),
                 todo="export the model without them: with a static shape, unrolled loops, in training mode",
             )
@@ -240,7 +240,7 @@ class _Walk:
         condition = None if node.inputs[0] is None else constant_number(self.value(node.inputs[0]))
         if condition is None:
             raise ArtifactError(
-                f"{traversal.describe(node)} chooses a branch by data, and gradients cannot pass it.",
+                f"{traversal.describe(node)} selects a branch by a tensor value, which has no gradient.",
                 where=traversal.origin(node),
                 todo="export the model without the condition, or write it as Where",
             )

@@ -92,7 +92,7 @@ def _constant(s: Source) -> Results:
     kinds = {"value_float": ir.DataType.FLOAT, "value_floats": ir.DataType.FLOAT}
     kinds |= {"value_int": INT64, "value_ints": INT64}
     if name not in kinds:
-        raise s.refuse(f"holds a {name}", "write it as a dense tensor")
+        raise s.refuse(f"has the attribute {name}", "write it as a dense tensor")
     return [s.op.constant(np.asarray(attribute.value), kinds[name])]
 
 
@@ -105,7 +105,7 @@ def _identity(s: Source) -> Results:
 def _eye_like(s: Source) -> Results:
     shape = sizes.dims_of(s.needs(0))
     if any(isinstance(size, str) for size in shape):
-        raise s.refuse("makes a matrix whose size is not fixed", "export the model with fixed sizes here")
+        raise s.refuse("creates a matrix of dynamic size", "export the model with static sizes here")
     dtype = ir.DataType(s.attribute("dtype", dtype_of(s.needs(0))))
     rows, columns = (int(size) for size in shape)
     return [s.op.constant(np.eye(rows, columns, k=s.attribute("k", 0)), dtype)]
@@ -169,7 +169,7 @@ def _dropout(s: Source) -> Results:
     drops = constant_number(flag) if flag is not None else False
     chance = 0.5 if ratio is None else constant_number(ratio)
     if chance is None:
-        raise s.refuse("drops with a ratio that is computed", "export the model with a fixed ratio")
+        raise s.refuse("has a computed dropout ratio", "export the model with a constant ratio")
     # A flag that is computed, or an input of the graph, says whether the graph trains.
     return dropout_nodes(s.op, x, float(chance), s.training and (drops is None or bool(drops)))
 
@@ -273,7 +273,7 @@ def _conv(s: Source) -> Results:
 @_converts("ConvTranspose")
 def _conv_transpose(s: Source) -> Results:
     if s.attribute("output_shape") is not None or s.attribute("auto_pad", "NOTSET").startswith("SAME"):
-        raise s.refuse("is padded to a given output shape", "export it with pads and output_padding")
+        raise s.refuse("sets output_shape", "export it with pads and output_padding")
     x, w = s.needs(0), s.needs(1)
     windows = _windows(s, spatial_sizes(w))
     attributes = {"group": s.attribute("group", 1), "output_padding": s.attribute("output_padding")}
@@ -288,12 +288,12 @@ def _conv_transpose(s: Source) -> Results:
 @_converts("MaxPool")
 def _max_pool(s: Source) -> Results:
     if s.attribute("storage_order", 0) and len(s.node.outputs) > 1 and traversal.is_used(s.node.outputs[1]):
-        raise s.refuse("counts its indices by columns", "export it with storage_order=0")
+        raise s.refuse("returns column-major indices", "export it with storage_order=0")
     x, windows = s.needs(0), _windows(s, s.attribute("kernel_shape"))
     padded = not windows.symmetric
     if padded:
         if len(s.node.outputs) > 1 and traversal.is_used(s.node.outputs[1]):
-            raise s.refuse("gives indices of an input that is padded more at one end", "pad the same at both ends")
+            raise s.refuse("returns indices of an asymmetrically padded input", "pad equally at both ends")
         x = _padded(s, x, windows, -np.inf)
     attributes = {"kernel_shape": windows.kernel, "ceil_mode": s.attribute("ceil_mode", 0)}
     return s.op.MaxPool(x, **attributes, **windows.attributes(padded=padded))  # type: ignore[no-any-return]  # two outputs

@@ -40,7 +40,7 @@ def prepare(model: ir.Model) -> ir.Model:
         todo = "export the model with a newer opset, preferably 18 to 23, or without this op"
         raise ArtifactError(f"The model has opset {opset}. {error.problem}", error.where, todo=todo) from error
     except (RuntimeError, onnx.shape_inference.InferenceError) as error:
-        raise ArtifactError("ONNX finds a fault in the model.", model.graph.name, got=str(error)) from error
+        raise ArtifactError("The model is not valid ONNX.", model.graph.name, got=str(error)) from error
     traversal.name_uniquely(model.graph)
     initializers = model.graph.initializers
     for name in [n for n in order if n in initializers] + [n for n in initializers if n not in order]:

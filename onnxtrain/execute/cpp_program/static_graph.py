@@ -78,7 +78,7 @@ def bind_sizes(part: Part, shapes: Sequence[Sequence[int]], sizes_in: Sequence[i
         sizes_in: the values of its `sizes_in`.
 
     Raises:
-        GraphError: an input has another rank than in the part.
+        GraphError: an input's rank differs from the part's.
     """
     for value, shape in zip(part.inputs, shapes, strict=True):
         if len(sizes.dims_of(value)) != len(shape):

@@ -72,7 +72,7 @@ class RegionCall:
             device: where it runs.
 
         Raises:
-            BuildError: the kernel computes other results than the nodes, or returns an input.
+            BuildError: the kernel's results differ from those of the nodes, or it returns an input.
         """
         self.part, self.kernel, self._device = part, kernel, device
         self._nodes = Program(part, "region", device).run
@@ -147,7 +147,7 @@ class RegionCall:
         """Compare the kernel with the nodes on random inputs of these shapes.
 
         Raises:
-            BuildError: the kernel computes other results than the nodes, or returns an input.
+            BuildError: the kernel's results differ from those of the nodes, or it returns an input.
         """
         generator = torch.Generator().manual_seed(0)
         dtypes = [TORCH_DTYPES[dtype_of(value)] for value in self.part.inputs]

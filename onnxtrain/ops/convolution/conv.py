@@ -103,7 +103,7 @@ def _convolve(
     """Build a Conv or, with `output_padding`, a ConvTranspose; x may be a single sample without a batch axis."""
     if isinstance(groups, str):
         raise TypeError(f"expected a constant number of groups, got the symbolic size {groups}")
-    if 0 in sizes.dims_of(weight)[:2]:  # without channels, PyTorch's result has another shape than ONNX's
+    if 0 in sizes.dims_of(weight)[:2]:  # without channels, the shapes of PyTorch's and ONNX's results differ
         return NotImplemented
     count = rank_of(weight) - 2
     attributes = {

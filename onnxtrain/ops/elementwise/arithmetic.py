@@ -201,7 +201,7 @@ def _floor_divide_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _signs_differ(op: Builder, remainder: ir.Value, b: ir.Value) -> ir.Value:
-    """Return whether a remainder is not 0 and has another sign than its divisor."""
+    """Return whether a remainder is not 0 and its sign differs from the divisor's."""
     zero = op.scalar(0.0, like=b)
     differ = op.Xor(op.Less(remainder, zero), op.Less(b, zero))
     result: ir.Value = op.And(op.Not(op.Equal(remainder, zero)), differ)

@@ -214,7 +214,7 @@ class PythonCall:
         mismatch = collect(self.result, result, outputs)
         if mismatch:
             raise PythonOpError(
-                f"forward of {self.name} returned something else than when it was captured",
+                f"forward of {self.name} returned a different result from when it was captured",
                 where=line_of(self.function, "forward"),
                 expected=mismatch[0],
                 got=mismatch[1],
@@ -229,7 +229,7 @@ class PythonCall:
             if tensor.dtype == captured.dtype and tensor.dim() == captured.rank and shape in (None, list(tensor.shape)):
                 continue
             raise PythonOpError(
-                f"output {i} of {self.name} has another dtype or shape than when it was captured",
+                f"output {i} of {self.name} differs in dtype or shape from when it was captured",
                 where=line_of(self.function, "forward"),
                 expected=f"{captured.dtype} {shape or f'of {captured.rank} dimensions'}",
                 got=f"{tensor.dtype} {list(tensor.shape)}",
@@ -335,10 +335,10 @@ class PythonCall:
             if gradient is None:
                 continue
             if index is None:
-                fault = f"returned a gradient for argument {argument}, which was no tensor"
+                fault = f"returned a gradient for argument {argument}, which is not a tensor"
                 raise self._gradient_error(fault, None, type(gradient).__name__, "return None for it")
             if not isinstance(gradient, torch.Tensor):
-                fault = f"returned something else than a tensor as gradient {argument}"
+                fault = f"returned a gradient that is not a tensor for argument {argument}"
                 raise self._gradient_error(fault, "a tensor or None", type(gradient).__name__, "return a tensor")
             if self.inputs[index].requires_grad:
                 gradients[index] = self._fit(argument, gradient, context.inputs[index])
@@ -367,13 +367,13 @@ class PythonCall:
             try:
                 gradient = gradient.sum_to_size(shape)
             except RuntimeError:
-                fault = f"returned a gradient of another shape for argument {argument}"
+                fault = f"returned a gradient of the wrong shape for argument {argument}"
                 raise self._gradient_error(
                     fault, list(shape), list(gradient.shape), "return it in the argument's shape"
                 ) from None
         if gradient.device != device:
             if gradient.dim() > 0:
-                fault = f"returned a gradient on another device for argument {argument}"
+                fault = f"returned a gradient on the wrong device for argument {argument}"
                 raise self._gradient_error(fault, device, gradient.device, "return it on the argument's device")
             gradient = gradient.to(device)
         if gradient.is_complex() and not dtype.is_complex:

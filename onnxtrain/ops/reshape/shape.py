@@ -106,7 +106,7 @@ def _reshaped_type(n: NodeView) -> Sequence[TensorType]:
     source_numel, target_numel = sizes.multiply(1, *source), sizes.multiply(1, *target)
     if isinstance(source_numel, int) and isinstance(target_numel, int) and source_numel != target_numel:
         raise GraphError(
-            "Reshape: the target shape has another number of elements than the input",
+            "Reshape: the target shape and the input have different numbers of elements",
             expected=f"{source_numel} elements, as the input {list(source)} has",
             got=f"{target_numel}, {target}",
         )

@@ -27,7 +27,7 @@ from onnxtrain.ops.symbolic_ints import required_ints
 def _repeats(n: NodeView) -> tuple[Size, ...]:
     repeats = required_ints(n.repeats, "the repeats of Tile")
     if len(repeats) != rank_of(n.x):
-        raise GraphError("Tile: one repeat per axis", expected=f"{rank_of(n.x)} repeats", got=str(repeats))
+        raise GraphError("Tile: wrong number of repeats", expected=f"{rank_of(n.x)} repeats", got=str(repeats))
     return repeats
 
 

@@ -1354,11 +1354,11 @@ WRONG: dict[str, tuple[Callable[..., Any], str, list[str]]] = {
     "too many": (lambda ctx, g: (g, g.sum(0), None, g), "wrong number of gradients", ["3", "4"]),
     "bare": (lambda ctx, g: g, "wrong number of gradients", ["3", "1"]),
     "list": (lambda ctx, g: [g, g.sum(0), None], "wrong number of gradients", ["3", "1"]),
-    "shape": (lambda ctx, g: (g[:1, :2], g.sum(0), None), "another shape for argument 0", ["[3, 4]", "[1, 2]"]),
-    "weight's shape": (lambda ctx, g: (g, g[:, 0], None), "another shape for argument 1", ["[4]", "[3]"]),
-    "number": (lambda ctx, g: (g, 1.0, None), "something else than a tensor as gradient 1", ["float"]),
-    "for a constant": (lambda ctx, g: (g, g.sum(0), g), "for argument 2, which was no tensor", ["Tensor"]),
-    "device": (lambda ctx, g: (g.to("meta"), g.sum(0), None), "another device for argument 0", ["cpu", "meta"]),
+    "shape": (lambda ctx, g: (g[:1, :2], g.sum(0), None), "the wrong shape for argument 0", ["[3, 4]", "[1, 2]"]),
+    "weight's shape": (lambda ctx, g: (g, g[:, 0], None), "the wrong shape for argument 1", ["[4]", "[3]"]),
+    "number": (lambda ctx, g: (g, 1.0, None), "not a tensor for argument 1", ["float"]),
+    "for a constant": (lambda ctx, g: (g, g.sum(0), g), "for argument 2, which is not a tensor", ["Tensor"]),
+    "device": (lambda ctx, g: (g.to("meta"), g.sum(0), None), "the wrong device for argument 0", ["cpu", "meta"]),
 }
 
 
