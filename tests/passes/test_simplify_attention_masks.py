@@ -175,7 +175,7 @@ def formula(make: Callable[[Any, ir.Value], ir.Value]) -> Any:
         "", "Range", (op.scalar(0, ir.DataType.INT64), length, op.scalar(1, ir.DataType.INT64)), {},
         types=[TensorType(ir.DataType.INT64, ("n",))],
     ).outputs[0]  # fmt: skip
-    return Formulas().of(make(op, positions))
+    return Formulas().formula_of(make(op, positions))
 
 
 def integer(op: Any, value: int) -> ir.Value:
