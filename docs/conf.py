@@ -18,7 +18,7 @@ version = release = onnxtrain.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
 exclude_patterns = ["_build", "**/_*.md"]
-nitpick_ignore_regex = [("py:.*", r"(?!onnxtrain).*")]  # other projects' names have no page here
+nitpick_ignore_regex = [("py:.*", r"(?!onnxtrain).*")]  # names of other projects have no page
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -45,12 +45,13 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "show_nav_level": 1,
     "navigation_with_keys": False,
+    "header_links_before_dropdown": 6,
 }
 copybutton_prompt_text = "$ "
 
 
 def _indented_blocks_as_code(app, what, name, obj, options, lines) -> None:
-    """Mark the indented paragraphs of a docstring as code: that is what they are in this package."""
+    """Mark the indented paragraphs of a docstring as code."""
     marked = []
     for number, line in enumerate(lines):
         before = lines[number - 2] if number > 1 else " "
@@ -61,5 +62,5 @@ def _indented_blocks_as_code(app, what, name, obj, options, lines) -> None:
 
 
 def setup(app) -> None:
-    """Register what changes docstrings, before napoleon reads them."""
+    """Register the change of docstrings before napoleon reads them."""
     app.connect("autodoc-process-docstring", _indented_blocks_as_code, priority=100)

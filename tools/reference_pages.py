@@ -10,6 +10,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -77,8 +78,8 @@ supported, without a notice.
 _WITHOUT_EFFECT = """\
 ## Variables without effect
 
-These variables of ONNX Runtime Training have no effect in onnxtrain. The log mentions once each of them that is set,
-and each unknown variable that begins with `ORTMODULE_` or `ONNXTRAIN_`.
+These variables of ONNX Runtime Training have no effect in onnxtrain. If one of them is set, the log says so once.
+The same holds for unknown variables that begin with `ORTMODULE_` or `ONNXTRAIN_`.
 
 | variable | reason |
 |---|---|
@@ -102,17 +103,27 @@ def options_page() -> str:
 
 
 def _option(knob: Knob) -> str:
-    meaning = knob.meaning[0].upper() + knob.meaning[1:]
-    default = "None" if knob.default is None else knob.kind.text(knob.default) or "empty"
+    default = "None" if knob.default is None else knob.kind.text(knob.default) or "none"
     variables = [f"`{name}`" for name in (knob.variable, *(old.variable for old in knob.old_names)) if name]
     lines = [
         f"## {knob.name}\n",
-        f"{meaning}{'' if meaning.endswith('.') else '.'}\n",
-        f"* Default: {' '.join(f'`{name}`' for name in default.split('|'))}",
-        f"* Values: {knob.kind.allowed}",
-        *([f"* Environment: {', '.join(variables)}"] if variables else []),
+        _meaning(knob.meaning),
+        "| default | values | environment variable |",
+        "|---|---|---|",
+        f"| {' '.join(f'`{name}`' for name in default.split('|'))} | {knob.kind.allowed} | {', '.join(variables)} |",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace("joined by |", "joined by \\|") + "\n"
+
+
+def _meaning(text: str) -> str:
+    """Return the meaning of an option as sentences; values explained as "'value': meaning; ..." become a list."""
+    text = text[0].upper() + text[1:]
+    value = r"(?:'[\w-]+'|true|false|a number): "
+    if (first := re.search(rf": (?={value})", text)) is None:
+        return f"{text}{'' if text.endswith('.') else '.'}\n"
+    values = re.split(rf"; (?={value}|or )", text[first.end() :])
+    rows = [re.sub(r"^('[\w-]+'|true|false):", r"`\1`:", row) for row in values]
+    return "\n".join([f"{text[: first.start()]}:\n", *(f"* {row}" for row in rows)]) + "\n"
 
 
 def _former_row(option: FormerOption) -> str:
@@ -134,23 +145,23 @@ _OPERATORS = """\
 Every operator of onnxtrain, from its definition in `onnxtrain/ops` ([adding one](../development/adding-an-op.md)).
 `onnxtrain ops gelu` searches them in a terminal.
 
-kernels : The number of kernels that implement it. A *nondeterministic* one, which accumulates in no fixed order, is not
-used under
-  `torch.use_deterministic_algorithms`.
+kernels
+: The number of kernels that implement it. A *nondeterministic* kernel, which accumulates in no fixed order, is not used
+  under `torch.use_deterministic_algorithms`.
 
 body
 : *standard*: the op is a standard ONNX op. *written out*: a function of standard ops, which other runtimes can run.
 
-gradient : *rule*, with the inputs and outputs whose values are saved for backward; *by body*: the body is
-differentiated instead;
-  *none*: not differentiable.
+gradient
+: *rule*: a gradient rule, with the inputs and outputs whose values are saved for backward. *by body*: the body is
+  differentiated instead. *none*: not differentiable.
 
 non-differentiable inputs
 : Inputs that never have a gradient.
 
-axes : The mapping from input axes to output axes, by which passes move slices and padding through the op. *by node*: it
-depends
-  on ranks and attributes. *none*: no axis is mapped.
+axes
+: The mapping from input axes to output axes, by which passes move slices and padding through the op. *by node*: it
+  depends on ranks and attributes. *none*: no axis is mapped.
 
 effects
 : The side effects of a node.
@@ -220,7 +231,7 @@ def _by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
-    return {", ".join(sorted(same)): reason for reason, same in names.items()}
+    return {", ".join(sorted(group)): reason for reason, group in names.items()}
 
 
 # -------------------------------------------------------------------------------------------------------- command line
@@ -250,10 +261,10 @@ def command_line_page() -> str:
 _ERRORS = """\
 # Errors
 
-Every error gives the problem, where it occurred, what was expected, what it got, and what to do. All errors derive from
-{py:class}`onnxtrain.OnnxTrainError`. After those that derive from `ORTModuleFallbackException`, a module
-[runs in PyTorch](../how-to/ortmodule.md#what-runs-in-pytorch-instead) if the option
-[fallback_policy](options.md#fallback_policy) covers them. `…` is a placeholder.
+An error message names the problem, its location, the expected and the actual value, and a solution. All errors derive
+from {py:class}`onnxtrain.OnnxTrainError`. If an error derives from `ORTModuleFallbackException` and the option
+[fallback_policy](options.md#fallback_policy) covers it, the module
+[runs in PyTorch](../how-to/ortmodule.md#what-runs-in-pytorch-instead) instead. `…` is a placeholder.
 """
 
 
@@ -275,13 +286,13 @@ def errors_page() -> str:
 def _messages() -> Iterator[tuple[str, set[str]]]:
     """Yield each message in the package's sources, with the error classes that are raised with it."""
     ours = {name for name, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, OnnxTrainError)}
-    found: dict[str, set[str]] = {}
+    classes: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours and node.args:
-                if text := _text(node.args[0]):
-                    found.setdefault(text, set()).add(node.func.id)
-    yield from found.items()
+                if re.search(r"\w", text := _text(node.args[0])):
+                    classes.setdefault(text, set()).add(node.func.id)
+    yield from classes.items()
 
 
 def _text(node: ast.expr) -> str:

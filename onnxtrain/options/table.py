@@ -85,33 +85,32 @@ class Options:
     rng: str = _knob(
         "fast",
         one_of("fast", "torch"),
-        "random number generator of dropout and random ops: 'torch' samples exactly what eager PyTorch samples, 'fast' "
-        "uses a cheaper generator",
+        "the random numbers of dropout and other random ops: 'fast': from a cheaper generator, with the same "
+        "distribution; 'torch': exactly those of eager PyTorch",
         "ONNXTRAIN_RNG",
     )
     kernels: str = _knob(
         "native",
         one_of("pytorch", "native", "fused", "fused-all"),
-        "the kernels to use: 'pytorch': PyTorch's; 'native': on a CPU with a C++ compiler, also native kernels for "
-        "attention, dropout, norms and others, which are compiled in the background; 'fused': also adjacent "
-        "elementwise ops, norms, softmax and sums fused into kernels of PyTorch's Inductor (on a GPU this needs "
-        "Triton), if their kind was measured to be faster, on this machine too; 'fused-all': wherever they can be "
-        "fused",
+        "the kernels to use: 'pytorch': PyTorch's; 'native': also native kernels for attention, dropout, norms and "
+        "others, compiled in the background (on a CPU with a C++ compiler); 'fused': also one kernel of PyTorch's "
+        "Inductor (Triton on a GPU) for adjacent elementwise ops, norms, softmax and sums, if it is measured to be "
+        "faster; 'fused-all': such kernels wherever ops can be fused",
         "ONNXTRAIN_KERNELS",
     )
     process_wide: tuple[str, ...] = _knob(
         (),
         names_of("reuse_memory", "pause_collector"),
-        "optimizations that affect the whole process: 'reuse_memory': on a CPU with a C++ compiler, reuse tensor "
-        "memory across steps: while such a module exists, an allocator of onnxtrain wraps PyTorch's CPU allocator, "
-        "unless `kernels` is 'pytorch'; 'pause_collector': pause Python's garbage collector while the module is "
-        "captured and compiled",
+        "optimizations that affect the whole process: 'reuse_memory': reuse tensor memory across steps, by an "
+        "allocator that wraps PyTorch's CPU allocator while such a module exists (needs a C++ compiler, and `kernels` "
+        "other than 'pytorch'); 'pause_collector': pause Python's garbage collector while the module is captured and "
+        "compiled",
     )
     cuda_graphs: bool = _knob(
         False,
         BOOL,
-        "on a GPU, record forward and backward as CUDA graphs, for up to eight sets of input sizes, and replay them; "
-        "the number of tokens without padding is rounded up to limit the number of graphs. Programs with "
+        "on a GPU, record forward and backward as CUDA graphs and replay them, for up to eight sets of input sizes. "
+        "The number of tokens without padding is rounded up to limit the number of graphs. Programs with "
         "data-dependent shapes are not recorded",
         None,
         OldName("ONNXTRAIN_CUDA_GRAPHS"),
@@ -119,38 +118,38 @@ class Options:
     keep_outputs: tuple[str, ...] | None = _knob(
         None,
         optional(NAMES),
-        "the outputs of the module to compute, such as 'loss'; using another output raises an error; None computes all",
+        "the outputs of the module to compute, such as 'loss'; None computes all. Using another output raises an error",
     )
     memory_budget_bytes: int | float | str | None = _knob(
         None,
         optional(BUDGET),
-        "memory for the activations of a step, not counting parameters, inputs and accumulated gradients: backward "
-        "recomputes what does not fit, and if that is not enough, gradients are accumulated and freed early. A number "
-        "of bytes holds at all input sizes; a fraction is of the memory needed without a budget at the sizes of the "
-        "first call; 'auto' is 90 % of the memory that is free when the module is compiled",
+        "the memory for the activations of a step, without parameters, inputs and accumulated gradients. Backward "
+        "recomputes values that do not fit; if that is not enough, gradients are accumulated and freed early. A number "
+        "of bytes is valid for all input sizes; a fraction refers to the memory needed without a budget, at the sizes "
+        "of the first call; 'auto' is 90 % of the memory that is free when the module is compiled",
         "ONNXTRAIN_MEMORY_BUDGET",
     )
     recompute: str | tuple[SubgraphConfig, ...] = _knob(
         "cheap",
         RECOMPUTE,
-        "what backward recomputes without a memory budget: 'cheap': what costs little more than reading it from "
-        "memory, such as an activation function of a kept tensor; 'none': nothing; 'layers': all activations internal "
-        "to a layer; 'all': also all subgraphs outside the layers, even if a smaller tensor must be kept for that; or "
-        "subgraphs as pattern:kind:count, which `onnxtrain memory MODEL` lists",
+        "the activations that backward recomputes without a memory budget: 'cheap': those that cost little more than "
+        "reading them from memory, such as an activation function of a kept tensor; 'none': none; 'layers': all that "
+        "are internal to a layer; 'all': also all subgraphs outside the layers, even if a smaller tensor must be kept "
+        "for that; or subgraphs as pattern:kind:count, which `onnxtrain memory MODEL` lists",
     )
     early_gradients: bool | str = _knob(
         "auto",
         BOOL_OR_AUTO,
-        "accumulate each layer's gradients into .grad and free them during backward, not at its end; hooks then fire "
-        "layer by layer, as in eager; 'auto': if several processes train the model together when it is compiled, so "
-        "that gradients are exchanged while others are computed",
+        "whether to accumulate each layer's gradients into .grad and free them during backward instead of at its end. "
+        "Hooks then fire layer by layer, as in eager. 'auto' does so if several processes train the model when it is "
+        "compiled, to exchange gradients during backward",
         "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
     )
     skip_padding: str = _knob(
         "auto",
         one_of("auto", "always", "never"),
-        "skip padding tokens if their results are proven to be unused; outputs of the module have zeros there; 'auto': "
-        "for batches of at least 512 tokens of which at least 10 % are padding",
+        "whether to skip padding tokens whose results are proven to be unused. Outputs of the module are zero there. "
+        "'auto' does so for batches of at least 512 tokens, of which at least 10 % are padding",
         None,
         OldName("ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER", auto_or_never),
         OldName("ONNXTRAIN_SKIP_PADDING"),
@@ -164,26 +163,27 @@ class Options:
     statistics: tuple[str, ...] = _knob(
         (),
         names_of("input_density", "memory", "work"),
-        "'input_density': print for each step the fraction of tokens that are not padding, if padding can be skipped, "
-        "and of those that have a label; 'memory': print the memory before and after forward and backward in the first "
-        "ten steps and each step whose number is a power of two; 'work': count the floating-point operations and bytes "
-        "of each graph for the report, as `onnxtrain explain` does",
+        "the statistics to collect: 'input_density': print in each step the fractions of tokens that are not padding, "
+        "if padding can be skipped, and of tokens that have a label; 'memory': print the memory before and after "
+        "forward and backward, in the first ten steps and in steps whose number is a power of two; 'work': add the "
+        "floating-point operations and bytes of each graph to the report, as `onnxtrain explain` does",
     )
     save_graphs: Path | None = _knob(
         None,
         optional(PATH_PREFIX),
-        "save the graphs as ONNX files: as captured, optimized, with gradients, and as they run; and each fused region "
-        "with its compiled library. A path prefix: 'graphs/bert' gives graphs/bert_torch_exported_training.onnx and "
-        "others",
+        "a path prefix under which to save the graphs of all stages as ONNX files, and each fused region with its "
+        "compiled library: 'graphs/bert' gives graphs/bert_torch_exported_training.onnx and others",
         "ONNXTRAIN_SAVE_GRAPHS",
     )
     onnx_opset: int | None = _knob(
         None,
         optional(OPSET),
-        "the opset of written files, or the next one that can express the graph; None: the one used internally",
+        "the opset of saved files, or the next one that can express the graph; None: the opset used internally",
         "ORTMODULE_ONNX_OPSET_VERSION",
     )
-    log_level: LogLevel = _knob(LogLevel.WARNING, LOG_LEVEL, "the lowest level that is logged", "ORTMODULE_LOG_LEVEL")
+    log_level: LogLevel = _knob(
+        LogLevel.WARNING, LOG_LEVEL, "the minimum level of logged messages", "ORTMODULE_LOG_LEVEL"
+    )
     fallback_policy: FallbackPolicy = _knob(
         _FALLBACK_BY_DEFAULT,
         FALLBACK_POLICY,
@@ -191,35 +191,38 @@ class Options:
         "ORTMODULE_FALLBACK_POLICY",
     )
     fallback_retry: bool = _knob(
-        False, BOOL, "after a fallback, try the graph again at each step", "ORTMODULE_FALLBACK_RETRY"
+        False, BOOL, "whether to try the graph again in each step after a fallback", "ORTMODULE_FALLBACK_RETRY"
     )
     pieces: bool = _knob(
         True,
         BOOL,
-        "if forward cannot be one graph (such as data-dependent control flow in Python), split it at graph breaks with "
-        "torch.compile's frontend and run each piece as a graph; if off, the module runs in eager PyTorch",
+        "whether to split a forward that cannot be one graph (such as data-dependent control flow in Python) at graph "
+        "breaks, with torch.compile's frontend, and run each piece as a graph; if off, the module runs in eager "
+        "PyTorch",
         None,
         OldName("ONNXTRAIN_PIECES"),
     )
     custom_autograd: bool = _knob(
         True,
         BOOL,
-        "capture custom autograd functions as PythonOp nodes; if off, a module that uses one is not captured",
+        "whether to capture custom autograd functions, as PythonOp nodes; if off, modules that use them are not "
+        "captured",
         "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD",
         OldName("ORTMODULE_DISABLE_CUSTOM_AUTOGRAD_SUPPORT", opposite),
     )
     tuning: bool | int | str = _knob(
         True,
         TUNING,
-        "on a CPU, time the candidate kernels of matmuls and convolutions in the first steps and keep the fastest; "
-        "false: choose by stored measurements and a cost model; a number: time those of one matmul for at most that "
-        "many milliseconds; 'exhaustive': time them, and set torch.backends.cudnn.benchmark for convolutions on a GPU",
+        "how to choose the kernels of matmuls and convolutions on a CPU: true: time the candidates in the first steps "
+        "and keep the fastest; false: use stored times and a cost model; a number: time the candidates of one matmul "
+        "for at most that many milliseconds; 'exhaustive': as true, and set torch.backends.cudnn.benchmark for "
+        "convolutions on a GPU",
     )
     cache_dir: Path | None = _knob(
         None,
         optional(PATH),
-        "the folder in which captures and measured kernel times are cached for later runs; None: captures are not "
-        "cached, and kernel times are in the folder of ONNXTRAIN_CACHE_DIR",
+        "the folder to cache captures and measured kernel times in for later runs; None: captures are not cached, and "
+        "kernel times are in the folder of ONNXTRAIN_CACHE_DIR",
         "ORTMODULE_CACHE_DIR",
     )
 
