@@ -8,6 +8,7 @@ point.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Sequence
 from html import escape
 
@@ -16,7 +17,7 @@ from benchmarks.variants import EAGER, VARIANTS
 from benchmarks.workload import Workload
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 860, 330, 70, 60
-_BAR, _GAP, _BETWEEN = 13, 3, 16
+_BAR, _GAP, _BETWEEN, _LINE = 13, 3, 16, 15
 _MAX_SPEED = 5.0  # longer bars are cut
 _COLOURS = {
     "eager, oneDNN Linears": ("#8a7fc4", "#a79ee0"),
@@ -57,7 +58,7 @@ def draw(all_groups: Sequence[tuple[str, Sequence[Speeds]]]) -> str:
     top = _TOP
     for title, speeds in groups:
         middle = top + (len(speeds) * (_BAR + _GAP) - _GAP) / 2
-        parts.append(_text(_LEFT - 10, middle + 4, _shortened(title), "name", "end"))
+        parts += _label(title, middle)
         for variant, low, speed, high in speeds:
             parts += _bar(variant, top, scale, low, speed, high)
             top += _BAR + _GAP
@@ -124,8 +125,11 @@ def _text(x: float, y: float, text: str, style: str, anchor: str) -> str:
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _shortened(title: str, most: int = 46) -> str:
-    return title if len(title) <= most else title[: title.rfind(" ", 0, most)] + " …"
+def _label(title: str, middle: float) -> list[str]:
+    """Return the title of a group left of its bars, on as many lines as it needs."""
+    lines = textwrap.wrap(title, 46)
+    first = middle + 4 - _LINE / 2 * (len(lines) - 1)
+    return [_text(_LEFT - 10, first + i * _LINE, line, "name", "end") for i, line in enumerate(lines)]
 
 
 def _style() -> str:

@@ -1,6 +1,6 @@
 """Hugging Face accelerate: prepare the model in place before accelerator.prepare.
 
-pip install 'onnxtrain[trainers]'
+pip install '.[trainers]'
 python -m examples.accelerate_loop              or: accelerate launch -m examples.accelerate_loop
 """
 
@@ -27,7 +27,7 @@ class Recurrent(nn.Module):
 
 
 def waves(count: int, steps: int = 30) -> torch.utils.data.TensorDataset:
-    """Sine waves of random frequency and phase, with the same waves one step later."""
+    """Return sine waves of random frequency and phase, and the same waves one step later."""
     frequency, phase = 0.2 + 0.5 * torch.rand(count, 1), 6.3 * torch.rand(count, 1)
     wave = torch.sin(frequency * torch.arange(steps + 1) + phase)[..., None]
     return torch.utils.data.TensorDataset(wave[:, :-1], wave[:, 1:])

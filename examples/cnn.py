@@ -1,6 +1,6 @@
 """A residual CNN on scikit-learn's digits: batch norm in training and evaluation, channels_last inside the graph.
 
-pip install onnxtrain scikit-learn
+pip install . scikit-learn
 python -m examples.cnn
 """
 
@@ -14,7 +14,7 @@ from onnxtrain import ORTModule
 
 
 class Residual(nn.Module):
-    """Two convolutions beside an identity."""
+    """Add the input to the result of two convolutions."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from onnxtrain import ORTModule
 
 
 class Rounded(torch.autograd.Function):
-    """Round to multiples of `step`; pass the gradient through where the value is within range."""
+    """Round to multiples of `step`; pass the gradient through for values within the limits."""
 
     recomputable = True  # no side effects: under a memory budget forward may run again
 

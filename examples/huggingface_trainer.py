@@ -1,6 +1,6 @@
-"""Fine-tune a Hugging Face model with Trainer: prepare the model in place, and pass it on.
+"""Fine-tune a Hugging Face model with Trainer: prepare the model in place, and pass it to Trainer.
 
-pip install 'onnxtrain[trainers]'
+pip install '.[trainers]'
 python -m examples.huggingface_trainer
 """
 

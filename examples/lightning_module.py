@@ -1,6 +1,6 @@
 """Lightning: prepare the network inside the LightningModule.
 
-pip install 'onnxtrain[trainers]'
+pip install '.[trainers]'
 python -m examples.lightning_module
 """
 
@@ -26,7 +26,7 @@ class Autoencoder(nn.Module):
 
 
 class Task(lightning.LightningModule):
-    """The reconstruction error of an autoencoder."""
+    """Minimize the reconstruction error of an autoencoder."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

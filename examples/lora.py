@@ -1,6 +1,6 @@
 """LoRA: train low-rank adapters on a frozen language model with PEFT.
 
-pip install 'onnxtrain[qlora]'
+pip install '.[qlora]'
 python -m examples.lora
 """
 
@@ -18,7 +18,7 @@ VOCABULARY = 64
 
 
 def counting(rows: int, steps: int = 16) -> torch.Tensor:
-    """Sequences that count upwards from a random number."""
+    """Return sequences that count upwards from a random number."""
     return (torch.randint(0, VOCABULARY, (rows, 1)) + torch.arange(steps)) % VOCABULARY
 
 

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def peak(model: nn.Module, x: torch.Tensor) -> int:
-    """The bytes of activations and temporary tensors at the peak of a step."""
+    """Return the peak bytes of activations and temporary tensors in a step."""
 
     def step() -> None:
         model(x).square().mean().backward()

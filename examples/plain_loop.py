@@ -1,4 +1,4 @@
-"""A plain PyTorch loop: one line wraps the model; optimizer, clipping, schedule, autocast and checkpoint stay.
+"""A plain PyTorch loop: one line wraps the model; optimizer, clipping, schedule, autocast and checkpoint are unchanged.
 
 python -m examples.plain_loop
 """

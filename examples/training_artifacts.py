@@ -1,6 +1,6 @@
-"""Training artifacts: make training graphs from a module, then train them with stock onnxruntime, without PyTorch.
+"""Training artifacts: generate training graphs from a module, then train them with stock onnxruntime, without PyTorch.
 
-pip install 'onnxtrain[ort]' scikit-learn
+pip install '.[ort]' scikit-learn
 python -m examples.training_artifacts
 """
 
@@ -17,7 +17,7 @@ from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.artifacts import LossType, OptimType, generate_artifacts
 
 
-def make(folder: str) -> None:
+def write_artifacts(folder: str) -> None:
     """On the workstation: write training, evaluation and optimizer graphs, and a checkpoint."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -54,7 +54,7 @@ def train(folder: str, steps: int) -> list[float]:
 def main(steps: int = 150) -> list[float]:
     """Make the artifacts and train them; return the loss of each step."""
     folder = tempfile.mkdtemp()
-    make(folder)
+    write_artifacts(folder)
     losses = train(folder, steps)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; inference.onnx and the trained checkpoint are in {folder}")
     return losses
