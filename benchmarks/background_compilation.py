@@ -30,7 +30,7 @@ _MOST_S = 600.0
 
 
 def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[str, Any]:
-    """The fields of a `BackgroundCompilation` without its circumstances."""
+    """Return the fields of a `BackgroundCompilation` without its circumstances."""
     batch, *_ = make_batches(workload)
     stepper = Stepper(workload, ONNXTRAIN, make_model(workload))
     tell("first step")

@@ -19,7 +19,7 @@ from benchmarks.workloads import WORKLOADS
 
 
 def measure(workload: str, variant: str) -> dict[str, float]:
-    """The seconds of a variant's first two steps, and the processor time of all threads in the first."""
+    """Return the seconds of a variant's first two steps, and the processor time of all threads in the first."""
     work = WORKLOADS[workload]
     first, *more = make_batches(work)
     second = more[0] if more else first

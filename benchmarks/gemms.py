@@ -51,7 +51,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _described(argument: Any) -> Any:
-    """A hashable description of an argument: a tensor without its values, a list as a tuple."""
+    """Return a hashable description of an argument: a tensor without its values, a list as a tuple."""
     if isinstance(argument, torch.Tensor):
         return _Operand(tuple(argument.shape), argument.stride(), argument.dtype, argument.device)
     return tuple(argument) if isinstance(argument, list) else argument
@@ -125,7 +125,7 @@ def _reused_memory() -> Iterator[None]:
 
 
 def matmul_flops(step: Callable[[], object]) -> int:
-    """The FLOPs of a step's matmuls of two matrices, by kernels of PyTorch, oneDNN, 1×1 convolutions or onnxtrain.
+    """Return the FLOPs of a step's matmuls, by kernels of PyTorch, oneDNN, 1×1 convolutions or onnxtrain.
 
     Other convolutions are not counted: they are the same in every variant.
     """
@@ -161,18 +161,18 @@ def _compiled_gemms() -> Iterator[list[int]]:
 
 
 def _flops_of_mm(shapes: Shapes) -> int:
-    """The FLOPs of mm(a, b) and addmm(bias, a, b)."""
+    """Return the FLOPs of mm(a, b) and addmm(bias, a, b)."""
     *_, a, b = (shape for shape in shapes if len(shape) == 2)
     return 2 * math.prod(a) * b[1]
 
 
 def _flops_of_linear(shapes: Shapes) -> int:
-    """The FLOPs of linear(x[.., k], weight[n, k])."""
+    """Return the FLOPs of linear(x[.., k], weight[n, k])."""
     return 2 * math.prod(shapes[0]) * shapes[1][0]
 
 
 def _flops_of_weight_gradient(shapes: Shapes) -> int:
-    """The FLOPs of `gemm_by_convolution`: dy[.., n, rows, 1], images of width 1, and weight[n, k, 1, 1]."""
+    """Return the FLOPs of `gemm_by_convolution`: dy[.., n, rows, 1], images of width 1, and weight[n, k, 1, 1]."""
     dy, _, weight = shapes[:3]
     is_gemm = len(weight) == 4 and weight[2:] == [1, 1] and dy[3] == 1
     return 2 * math.prod(dy) * weight[1] if is_gemm else 0
@@ -187,7 +187,7 @@ _FLOPS: dict[str, Callable[[Shapes], int]] = {
 
 
 def _fastest(func: Any, arguments: tuple[Any, ...]) -> tuple[Call, int]:
-    """The fastest call that computes an operator, and its FLOPs."""
+    """Return the fastest call that computes an operator, and its FLOPs."""
     operands = [a.random() if isinstance(a, _Operand) else list(a) if isinstance(a, tuple) else a for a in arguments]
     calls = _CANDIDATES[func](func, operands)
     with FlopCounterMode(display=False) as counter:
@@ -237,7 +237,7 @@ def _convolution_candidates(func: Any, operands: list[Any]) -> list[Call]:
 
 
 def _weight_gradient_candidates(func: Any, operands: list[Any]) -> list[Call]:
-    """A call of the compiled kernel, for convolutions of channels_last images without groups."""
+    """Return a call of the compiled kernel, for convolutions of channels_last images without groups."""
     if func is not aten.convolution_backward.default or not CONVOLUTIONS.wait():
         return []
     dy, x, w, _, strides, pads, dilations, transposed, _, groups, mask = operands

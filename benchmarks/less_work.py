@@ -277,7 +277,7 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> tuple[tuple[Roun
 
 
 def peak_mb(scene: Scene, variant: str) -> float:
-    """The peak memory of five steps, minus that of the process before it makes the model."""
+    """Return the peak memory of five steps, minus that of the process before it makes the model."""
     before = _status("VmRSS")
     stepper = _Stepper(scene, scene.variants[variant])
     for _ in range(3):
@@ -290,7 +290,7 @@ def peak_mb(scene: Scene, variant: str) -> float:
 
 
 def _status(name: str) -> int:
-    """A value in KiB from this process's status."""
+    """Return a value in KiB from this process's status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1])
 
@@ -305,7 +305,7 @@ def _peaks(name: str) -> dict[str, float]:
 
 
 def table(scene: Scene, results: Sequence[Rounds], first: Mapping[str, float], peaks: Mapping[str, float]) -> Table:
-    """One row per variant: times, speedup over eager and over the disabled pass, memory."""
+    """Return one row per variant: times, speedup over eager and over the disabled pass, memory."""
     shown = Table(title=scene.title, title_justify="left")
     for header in ("", "first round", "median of a round", "x eager", "x pass off", "peak memory", "of eager's"):
         shown.add_column(header, justify="right")

@@ -27,7 +27,7 @@ class Machine:
     versions: tuple[tuple[str, str], ...]
 
     def lines(self) -> tuple[tuple[str, str], ...]:
-        """The description as pairs of a name and a value."""
+        """Return the description as pairs of a name and a value."""
         return (
             ("processor", f"{self.processor}, {self.processors} usable, {self.threads} threads in PyTorch"),
             ("memory", f"{self.memory_gib:.1f} GiB"),
@@ -51,7 +51,7 @@ def describe_machine() -> Machine:
 
 
 def measured_commit() -> str:
-    """The commit of the checkout, with `+` if files have uncommitted changes; "" outside a checkout."""
+    """Return the commit of the checkout, with `+` if files have uncommitted changes; "" outside a checkout."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(

@@ -14,7 +14,7 @@ _IGNORED = -100  # the label of tokens without a loss
 
 
 def minilm() -> nn.Module:
-    """A classifier of MiniLM's size, with random weights."""
+    """Return a classifier of MiniLM's size, with random weights."""
     config = transformers.BertConfig(
         hidden_size=384,
         num_hidden_layers=6,

@@ -135,7 +135,7 @@ def _make_artifacts(network: Network, folder: Path) -> None:
 
 
 def _measure(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """The seconds of each step in each round. The order changes with every round."""
+    """Return the seconds of each step in each round. The order changes with every round."""
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()

@@ -41,7 +41,7 @@ REST = "everything else"  # autograd, the optimizer, Python
 
 
 def op_times(step: Callable[[], object]) -> list[OpTime]:
-    """The time of each kind of op in a step, longest first, and the rest of the step."""
+    """Return the time of each kind of op in a step, longest first, and the rest of the step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         step()  # a graph's ranges are compiled in the first profiled step
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -63,7 +63,7 @@ def op_times(step: Callable[[], object]) -> list[OpTime]:
 
 
 def parts(steppers: Mapping[str, Stepper], batch: Batch, steps: int) -> dict[str, dict[str, float]]:
-    """The median seconds of each part of a step on a CPU, by variant. Steps are interleaved."""
+    """Return the median seconds of each part of a step on a CPU, by variant. Steps are interleaved."""
     times: dict[str, list[tuple[float, ...]]] = {name: [] for name in steppers}
     started = time.monotonic()
     while not all(times.values()) or time.monotonic() - started < _PARTS_S:

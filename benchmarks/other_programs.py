@@ -21,13 +21,13 @@ class OtherPrograms:
         self._busy_s, self._own_s = _busy_s(), _own_s()
 
     def cores(self) -> float:
-        """The processor time of other programs, as an average number of busy cores."""
+        """Return the processor time of other programs, as an average number of busy cores."""
         others = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
         return max(others, 0.0) / max(time.monotonic() - self._started, 1e-9)
 
 
 def wait_and_count(seconds: float = 1.0) -> float:
-    """The average number of cores that other programs keep busy while this process sleeps."""
+    """Return the average number of cores that other programs keep busy while this process sleeps."""
     others = OtherPrograms()
     time.sleep(seconds)
     return others.cores()

@@ -30,7 +30,7 @@ def write_page(results: Sequence[tuple[Workload, Measured]], folder: Path) -> Pa
 
 
 def _row(workload: Workload, measured: Measured) -> tuple[str, ...]:
-    """A row of figures; () if eager or onnxtrain was not timed."""
+    """Return a row of figures; () if eager or onnxtrain was not timed."""
     eager, ours = measured.of(EAGER), measured.of(ONNXTRAIN)
     if eager is None or ours is None:
         return ()

@@ -32,7 +32,7 @@ _ROUNDS, _TRIALS = 2_000_000, 3
 
 
 def peak_flops() -> float | None:
-    """The peak FLOP/s in float32, with PyTorch's number of threads; None without a compiler."""
+    """Return the peak FLOP/s in float32, with PyTorch's number of threads; None without a compiler."""
     if not _LIBRARY.wait():
         return None
     threads, operations = torch.get_num_threads(), torch.zeros((), dtype=torch.int64)

@@ -8,7 +8,7 @@ import torch
 
 
 def peak_bytes(step: Callable[[], object], device: str = "cpu") -> int:
-    """The peak of the bytes that PyTorch's allocator allocated and had not freed during `step`.
+    """Return the peak of the bytes that PyTorch's allocator allocated and had not freed during `step`.
 
     On a GPU the allocator counts them, on a CPU they come from profiler events. Memory that a library allocates itself,
     such as oneDNN's scratchpad, is not included.

@@ -40,7 +40,7 @@ Seconds = dict[str, float]
 
 
 def child(step: str, workload: str) -> Seconds:
-    """The elapsed and the processor seconds of a step, in this process."""
+    """Return the elapsed and the processor seconds of a step, in this process."""
     if step == FIRST:
         measured = first_step.measure(workload, ONNXTRAIN)
         return {"elapsed": measured["first_s"], "processor": measured["first_cpu_s"]}
@@ -59,7 +59,7 @@ def child(step: str, workload: str) -> Seconds:
 
 
 def measure(option: str, workload: str, repeats: int, tell: Tell) -> list[tuple[Seconds, Seconds]]:
-    """The seconds by default and with the option, for each repeat."""
+    """Return the seconds by default and with the option, for each repeat."""
     step, _ = OPTIONS[option]
     pairs: list[tuple[Seconds, Seconds]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -79,7 +79,7 @@ def measure(option: str, workload: str, repeats: int, tell: Tell) -> list[tuple[
 
 
 def row(option: str, workload: str, pairs: Sequence[tuple[Seconds, Seconds]]) -> list[str]:
-    """The cells of one row: the medians by default and with the option, and their ratios."""
+    """Return the cells of one row: the medians by default and with the option, and their ratios."""
     cells = [option, workload, OPTIONS[option][0]]
     for kind in ("elapsed", "processor"):
         default, own = (statistics.median(pair[side][kind] for pair in pairs) for side in (0, 1))

@@ -114,29 +114,29 @@ class Measured:
         return next((timed for timed in self.variants if timed.variant == variant), None)
 
     def share(self, variant: Timed) -> float | None:
-        """The fraction of a variant's step that its matmuls take at the best measured rate."""
+        """Return the fraction of a variant's step that its matmuls take at the best measured rate."""
         fraction = self.gemm_fraction if variant.variant == ONNXTRAIN else 1.0
         return fraction * statistics.median(self.gemms_s) / variant.median_s if self.gemms_s else None
 
     def later(self) -> tuple[float, ...]:
-        """The seconds by which onnxtrain's first step takes longer than eager's, for each pair of processes."""
+        """Return the seconds by which onnxtrain's first step takes longer than eager's, for each pair of processes."""
         ours, eager = self.of(ONNXTRAIN), self.of(EAGER)
         return () if ours is None or eager is None else tuple(map(sub, ours.first_s, eager.first_s))
 
     def limit(self) -> float | None:
-        """The speedup over eager of a step that consists only of onnxtrain's GEMMs and convolutions."""
+        """Return the speedup over eager of a step that consists only of onnxtrain's GEMMs and convolutions."""
         eager = self.of(EAGER)
         share = None if eager is None else self.share(eager)
         return 1 / (share * self.gemm_fraction) if share else None
 
 
 def speed_over(fast: Rounds, slow: Rounds) -> Quartiles:
-    """The speedup of `fast` over `slow`: lower quartile, median and upper quartile over the rounds."""
+    """Return the speedup of `fast` over `slow`: lower quartile, median and upper quartile over the rounds."""
     return quartiles([s / f for s, f in zip(slow.rounds_s, fast.rounds_s, strict=True)])
 
 
 def quartiles(ratios: Sequence[float]) -> Quartiles:
-    """The lower quartile, the median and the upper quartile."""
+    """Return the lower quartile, the median and the upper quartile."""
     if len(ratios) == 1:
         return ratios[0], ratios[0], ratios[0]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")

@@ -103,7 +103,7 @@ def measure(
 
 
 def _gemm_fraction(steppers: dict[str, Stepper], batch: Batch, gemms: Gemms) -> float:
-    """The GEMM FLOPs of onnxtrain's step as a fraction of eager's; 1 if one of the two is not measured."""
+    """Return the GEMM FLOPs of onnxtrain's step as a fraction of eager's; 1 if one of the two is not measured."""
     eager, ours = steppers.get(EAGER), steppers.get(ONNXTRAIN)
     if eager is None or ours is None or not gemms.flops:
         return 1.0
@@ -127,7 +127,10 @@ def _timed(
     gemms: Gemms | None,
     tell: Tell,
 ) -> dict[str, list[float]]:
-    """The seconds of a step in each round, by variant; those of the GEMMs alone; and the processor's peak FLOP/s."""
+    """Return the seconds of a step in each round, by variant.
+
+    Those of the GEMMs alone; and the processor's peak FLOP/s.
+    """
     times: dict[str, list[float]] = {variant: [] for variant in (*variants, _GEMMS, _PEAK)}
     started = shown = time.monotonic()
     least = _MIN_ROUNDS if len(batches) == 1 else rounds
@@ -161,7 +164,7 @@ def _timed(
 
 
 def _steps_per_round(steppers: dict[str, Stepper], batches: Sequence[Batch]) -> int:
-    """The steps of a variant in a round: enough to fill the minimum time with the fastest variant; 1 if cold."""
+    """Return the steps of a variant in a round: enough to fill the minimum time with the fastest variant; 1 if cold."""
     if not steppers:
         return 1
     fastest = min(stepper.step(batches[0]) for _ in range(3) for stepper in steppers.values())
@@ -188,7 +191,7 @@ def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell) 
 
 
 def is_compiling() -> bool:
-    """Whether a child of this process, such as a compiler, is running."""
+    """Return whether a child of this process, such as a compiler, is running."""
     for child in psutil.Process().children(recursive=True):
         try:
             if child.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED):

@@ -48,7 +48,7 @@ class Rows:
 
 
 def machine_table(machine: Machine, command: str) -> Table:
-    """The machine and the command of a measurement."""
+    """Return the machine and the command of a measurement."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, value in (*machine.lines(), ("command", command)):
         table.add_row(name, value)
@@ -56,7 +56,7 @@ def machine_table(machine: Machine, command: str) -> Table:
 
 
 def workload_rows(workload: Workload, measured: Measured) -> Rows:
-    """One row per variant, with onnxtrain's speedup over it."""
+    """Return one row per variant, with onnxtrain's speedup over it."""
     ours = measured.of(ONNXTRAIN)
     own = f"{workload.unit}/s"
     header = (
@@ -96,7 +96,7 @@ def _compared(workload: Workload, ours: Timed | None, timed: Timed) -> tuple[str
 
 
 def verdict(reached: float, goal: float) -> str:
-    """Whether a figure reaches its goal, compared with the two digits that are shown."""
+    """Return whether a figure reaches its goal, compared with the two digits that are shown."""
     return "met" if round(reached, 2) >= goal else "missed"
 
 
@@ -147,7 +147,7 @@ _KINDS = 8  # of ops that a table shows
 
 
 def op_time_rows(measured: Measured) -> Rows | None:
-    """The op times of onnxtrain's step next to those of eager's; None if they were not profiled."""
+    """Return the op times of onnxtrain's step next to those of eager's; None if they were not profiled."""
     ours, eager = measured.of(ONNXTRAIN), measured.of(EAGER)
     if ours is None or eager is None or not ours.op_times or not eager.op_times:
         return None
@@ -160,7 +160,7 @@ def op_time_rows(measured: Measured) -> Rows | None:
 
 
 def _largest_op_times(op_times: Sequence[OpTime]) -> list[tuple[str, str, str]]:
-    """The kinds of ops with the most time, the others together, and the rest, always in the same number of rows."""
+    """Return the slowest kinds of ops, the others together, and the rest, always in the same number of rows."""
     *kinds, rest = op_times
     whole = sum(each.ms for each in op_times)
     shown = [(f"{each.op} × {each.count}", each.ms) for each in kinds[:_KINDS]]
@@ -170,7 +170,7 @@ def _largest_op_times(op_times: Sequence[OpTime]) -> list[tuple[str, str, str]]:
 
 
 def background_rows(result: BackgroundCompilation) -> Rows:
-    """The times of steps while kernels are compiled, next to those of steps without."""
+    """Return the times of steps while kernels are compiled, next to those of steps without."""
     low, middle, high = result.slowdown
     slow = "met" if middle <= MAX_SLOWDOWN else "missed"
     above = "met" if result.longest_above_s <= MAX_ABOVE_S else "missed"

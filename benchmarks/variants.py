@@ -93,7 +93,7 @@ def _with_onednn(model: nn.Module) -> Forward:
 
 
 def can_compile() -> bool:
-    """Whether torch.compile finds a C++ compiler, which it requires on a CPU."""
+    """Return whether torch.compile finds a C++ compiler, which it requires on a CPU."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
 
 
@@ -112,13 +112,13 @@ USUAL = (EAGER, ONEDNN, ONNXTRAIN, *COMPILING)  # those that are timed by defaul
 
 
 def variants_of(workload: Workload) -> tuple[str, ...]:
-    """The variants that can run a workload: oneDNN runs on CPUs only, and with bfloat16 only on some."""
+    """Return the variants that can run a workload: oneDNN runs on CPUs only, and with bfloat16 only on some."""
     onednn = workload.device == "cpu" and (not workload.narrow or onednn_has_bfloat16())
     return tuple(name for name in VARIANTS if onednn or name != ONEDNN)
 
 
 def onednn_has_bfloat16() -> bool:
-    """Whether oneDNN's inner product supports bfloat16 on this processor; without AVX-512 it does not."""
+    """Return whether oneDNN's inner product supports bfloat16 on this processor; without AVX-512 it does not."""
     try:
         _inner_product(*torch.ones(2, 4, 4, dtype=torch.bfloat16), None)
     except RuntimeError:
@@ -160,7 +160,7 @@ class Stepper:
         return taken
 
     def parts(self, batch: Batch) -> tuple[float, ...]:
-        """The seconds of each of `PARTS` in a step on a CPU."""
+        """Return the seconds of each of `PARTS` in a step on a CPU."""
         forward_s = 0.0
 
         def forward(*inputs: Any, **named: Any) -> Any:

@@ -28,7 +28,7 @@ from benchmarks.variants import EAGER, ONNXTRAIN
 
 
 def measure(workload: str, repeats: int, folder: Path, tell: Tell) -> dict[str, list[float]]:
-    """The seconds of the first steps, by variant. If `folder` has no captures, it is filled first."""
+    """Return the seconds of the first steps, by variant. If `folder` has no captures, it is filled first."""
     captures = folder.resolve() / "captures"
     caches = {"ONNXTRAIN_CACHE_DIR": str(folder.resolve() / "kernels"), "ORTMODULE_CACHE_DIR": str(captures)}
     if not captures.exists():
@@ -42,7 +42,7 @@ def measure(workload: str, repeats: int, folder: Path, tell: Tell) -> dict[str, 
 
 
 def table(title: str, times: dict[str, list[float]]) -> Table:
-    """The medians, and their differences from eager's."""
+    """Return the medians, and their differences from eager's."""
     shown = Table(title=title, title_justify="left")
     shown.add_column("")
     for header in ("median first step", "difference from eager", "fastest to slowest"):

@@ -57,11 +57,11 @@ class Workload:
 
 
 def model_loss(forward: Forward, batch: Batch) -> torch.Tensor:
-    """The loss computed by a Hugging Face model itself."""
+    """Return the loss computed by a Hugging Face model itself."""
     loss: torch.Tensor = forward(**batch).loss
     return loss
 
 
 def count_tokens(batch: Batch) -> int:
-    """The number of tokens that are not padding."""
+    """Return the number of tokens that are not padding."""
     return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()

@@ -93,7 +93,7 @@ def write_file_model(model: ir.Model, path: str | os.PathLike[str]) -> None:
 
 
 def file_model(model: ir.Model, opset: int | None = None) -> ir.Model:
-    """The model in the form of a file: with functions, distinct outputs and the source location of each node."""
+    """Return the model in the form of a file: with functions, distinct outputs and the source location of each node."""
     result = _without_overloads(as_functions(model))
     result.ir_version = max(IR_VERSION, result.ir_version)
     result.producer_name = PRODUCER
@@ -113,7 +113,7 @@ def file_model(model: ir.Model, opset: int | None = None) -> ir.Model:
 
 
 def _without_overloads(model: ir.Model) -> ir.Model:
-    """The same model, with a distinct name for each function."""
+    """Return the same model, with a distinct name for each function."""
     for node in model.graph.all_nodes():
         if node.overload:
             node.op_type, node.overload = _case_name(node.op_type, node.overload), ""
@@ -128,12 +128,12 @@ def _case_name(name: str, overload: str) -> str:
 
 
 def without_case_suffix(name: str) -> str:
-    """The name of an op, from its name in a file."""
+    """Return the name of an op, from its name in a file."""
     return re.sub(r"_case\d+$", "", name)
 
 
 def _output_names(outputs: list[ir.Value]) -> list[str]:
-    """The outputs' names; a value that is also an input or an earlier output gets a new one."""
+    """Return the outputs' names; a value that is also an input or an earlier output gets a new one."""
     names: list[str] = []
     for value in outputs:
         name = str(value.name)

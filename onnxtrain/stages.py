@@ -164,7 +164,7 @@ class Stages:
             self._clock = time.perf_counter()
 
     def report(self) -> CompileReport:
-        """The report of all stages so far."""
+        """Return the report of all stages so far."""
         return CompileReport(tuple(self._stages), self._before)
 
     def _write(self, name: str, model: ir.Model) -> None:
@@ -178,7 +178,7 @@ class Stages:
             LOG.info("%s: wrote %s", self._title, path)
 
     def _prefix(self, base: Path) -> Path:
-        """The path prefix of this compilation: `base` for its owner's first, `base_2` for the second, ..."""
+        """Return the path prefix of this compilation: `base` for its owner's first, `base_2` for the second, ..."""
         if self._path_prefix is None:
             key = (base.absolute(), self._mode)
             compilations = _compilations.setdefault(self._owner, Counter())
@@ -188,5 +188,5 @@ class Stages:
 
 
 def numbered(prefix: Path, number: int) -> Path:
-    """The path prefix of the first, second, ... user of `prefix`."""
+    """Return the path prefix of the first, second, ... user of `prefix`."""
     return prefix if number == 1 else prefix.with_name(f"{prefix.name}_{number}")

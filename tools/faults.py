@@ -142,7 +142,7 @@ def _about_tests(fault: Fault, root: Path) -> Iterator[str]:
 
 
 def _split(test: str) -> tuple[str, str]:
-    """The file and the function of a node id, without parameters; "" as the function of a file."""
+    """Return the file and the function of a node id, without parameters; "" as the function of a file."""
     file, _, function = test.partition("::")
     return file, function.partition("[")[0]
 
@@ -264,7 +264,7 @@ class Copy:
         return tuple(names), len(cases) - len(failed) - len(skipped)
 
     def _node_id(self, case: ElementTree.Element) -> str:
-        """The node id of a test; pytest's report has `tests.package.test_file.Class` and a name."""
+        """Return the node id of a test; pytest's report has `tests.package.test_file.Class` and a name."""
         parts = (case.get("classname") or "").split(".")
         lengths = range(len(parts), 0, -1)
         length = next((n for n in lengths if self.folder.joinpath(*parts[:n]).with_suffix(".py").exists()), len(parts))
@@ -319,7 +319,10 @@ def _verdict(run: Run) -> tuple[str, str]:
 
 
 def tests_at(fault: Fault, folder: Path) -> list[str]:
-    """The tests of a fault that exist in a tree. If a file is missing, the only test of the same name is used."""
+    """Return the tests of a fault that exist in a tree.
+
+    If a file is missing, the only test of the same name is used.
+    """
     return [found for test in fault.tests if (found := _test_at(test, folder))]
 
 

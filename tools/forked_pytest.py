@@ -65,7 +65,7 @@ class _Chosen:
 
 
 def matches(node_id: str, test: str) -> bool:
-    """Whether a node id is selected by an entry of the `tests` of `run`."""
+    """Return whether a node id is selected by an entry of the `tests` of `run`."""
     if test.endswith("*"):
         return node_id.startswith(test[:-1])
     return node_id == test or node_id.startswith((f"{test}::", f"{test}[", f"{test}/"))

@@ -86,7 +86,7 @@ def variables(**values: str) -> Callable[[Path], Setting]:
 
 
 def no_compiler(scratch: Path) -> Setting:
-    """A search path with all programs except compilers."""
+    """Return a search path with all programs except compilers."""
     for folder in os.environ["PATH"].split(os.pathsep):
         for program in Path(folder).glob("*"):
             link = scratch / program.name
@@ -96,7 +96,10 @@ def no_compiler(scratch: Path) -> Setting:
 
 
 def read_only_home(scratch: Path) -> Setting:
-    """A read-only home. For root, permissions do not apply: a read-only mount, or a file system without folders."""
+    """Return a read-only home.
+
+    For root, permissions do not apply: a read-only mount, or a file system without folders.
+    """
     if os.getuid():
         scratch.chmod(0o555)
         return Setting({"HOME": str(scratch)})
@@ -106,7 +109,7 @@ def read_only_home(scratch: Path) -> Setting:
 
 
 def no_network(scratch: Path) -> Setting:
-    """A network namespace with loopback only, or if the system refuses that, proxies that do not exist."""
+    """Return a network namespace with loopback only, or if the system refuses that, proxies that do not exist."""
     for namespace in (("unshare", "--net"), ("unshare", "--map-root-user", "--net")):
         setting = Setting(prefix=(*namespace, sys.executable, "-c", LOOPBACK))
         if runs(setting):
@@ -115,7 +118,7 @@ def no_network(scratch: Path) -> Setting:
 
 
 def runs(setting: Setting) -> bool:
-    """Whether a program can run with this setting on this system."""
+    """Return whether a program can run with this setting on this system."""
     if shutil.which(setting.prefix[0]) is None:
         return False
     command = [*setting.prefix, "true"]
@@ -180,7 +183,7 @@ class Row:
 
 
 def marked_files() -> list[str]:
-    """The files of tests that are marked for all environments."""
+    """Return the files of tests that are marked for all environments."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(f.relative_to(ROOT)) for f in files if f"mark.{MARK}" in f.read_text(encoding="utf-8")]
 

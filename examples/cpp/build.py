@@ -56,7 +56,7 @@ def build(folder: Path, kind: str = "Release") -> Path:
 
 
 def library(folder: Path) -> Path:
-    """A link to the Python package's library, under the name that the linker and the loader look for."""
+    """Return a link to the Python package's library, under the name that the linker and the loader look for."""
     candidates = sorted(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"))
     if not candidates:
         raise MissingError(
@@ -69,7 +69,7 @@ def library(folder: Path) -> Path:
 
 
 def headers() -> Path:
-    """The folder of the headers; Debian's package is fetched where it is not installed."""
+    """Return the folder of the headers; Debian's package is fetched where it is not installed."""
     for include in (Path("/usr/include/onnxruntime"), FETCHED):
         if (include / _HEADER).exists():
             return include

@@ -52,7 +52,7 @@ class Run:
         self.clock = Clock(2 * settings.training_steps + 3 * settings.exact_steps + _EVALUATION_UNITS * evaluations)
 
     def model(self) -> torch.nn.Module:
-        """A copy of the start weights."""
+        """Return a copy of the start weights."""
         return copy.deepcopy(self._start)
 
     def warm_up(self) -> None:
@@ -127,7 +127,7 @@ class Run:
 
 
 def run(settings: Settings, progress: Progress, command: str) -> Result:
-    """The whole demonstration."""
+    """Run the demonstration."""
     started = time.perf_counter()
     machine = describe_machine()
     progress.say("Preparing Python's reference text and the pretrained MiniLM")
@@ -155,7 +155,7 @@ def run(settings: Settings, progress: Progress, command: str) -> Result:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
-    """The settings and the folder for the page that a command line asks for."""
+    """Return the settings and the folder for the page that a command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m examples.minilm", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer topics, shorter texts, fewer steps")
     parser.add_argument("--steps", type=int, help="training steps of each variant")

@@ -51,7 +51,7 @@ class _Axis:
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean over up to `window` values that end at each place."""
+    """Return the mean over up to `window` values that end at each place."""
     return [sum(part) / len(part) for end in range(1, len(values) + 1) for part in [values[max(0, end - window) : end]]]
 
 
@@ -66,7 +66,7 @@ def chart(
     from_zero: bool = False,
     show: Callable[[float], str] = "{:,.4g}".format,
 ) -> str:
-    """The chart as SVG; on a logarithmic axis, values of zero and below are left out."""
+    """Return the chart as SVG; on a logarithmic axis, values of zero and below are left out."""
     xs = [x for line in series for x in line.xs]
     ys = [y for line in series for y in line.ys] + [level.y for level in levels]
     ys = [y for y in ys if math.isfinite(y) and (y > 0 or not log)]
@@ -150,7 +150,7 @@ def _number(value: float, axis: _Axis) -> str:
 
 
 def _linear(low: float, high: float, about: int, *, tight: bool = False) -> _Axis:
-    """An axis with round ticks; `tight` lets it end at the data instead of at a tick."""
+    """Return an axis with round ticks; `tight` lets it end at the data instead of at a tick."""
     if high <= low:
         low, high = low - 0.5, high + 0.5
     rough = (high - low) / about
@@ -164,7 +164,7 @@ def _linear(low: float, high: float, about: int, *, tight: bool = False) -> _Axi
 
 
 def _decades(values: Sequence[float]) -> _Axis:
-    """A logarithmic axis from one power of ten to another."""
+    """Return a logarithmic axis from one power of ten to another."""
     first = math.floor(math.log10(min(values, default=0.1)))
     last = max(math.ceil(math.log10(max(values, default=1.0))), first + 1)
     return _Axis(10.0**first, 10.0**last, tuple(10.0**power for power in range(first, last + 1)), log=True)

@@ -48,7 +48,7 @@ class Corpus:
 
 
 def split_paragraphs(text: str) -> list[str]:
-    """The paragraphs of `text` that have enough words to tell a topic, each on one line."""
+    """Return the paragraphs of `text` that have enough words to tell a topic, each on one line."""
     lines = (" ".join(part.split()) for part in _BLANK_LINE.split(text))
     return [line for line in lines if len(line.split()) >= _FEWEST_WORDS]
 
@@ -125,12 +125,12 @@ def training_batches(
 
 
 def held_out_batches(corpus: Corpus, tokenizer: Tokenizer, *, batch_size: int, max_length: int) -> list[Batch]:
-    """All held-out paragraphs, the shortest first, so that little is padded; the last batch may be smaller."""
+    """Return all held-out paragraphs, the shortest first, so that little is padded; the last batch may be smaller."""
     paragraphs = sorted(corpus.held_out, key=lambda paragraph: (len(paragraph.text), paragraph.text))
     starts = range(0, len(paragraphs), batch_size)
     return [make_batch(paragraphs[start : start + batch_size], tokenizer, max_length) for start in starts]
 
 
 def count_tokens(batch: Batch) -> int:
-    """The tokens of a batch that are not padding."""
+    """Return the tokens of a batch that are not padding."""
     return int(batch["attention_mask"].sum())

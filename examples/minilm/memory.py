@@ -9,7 +9,7 @@ from examples.minilm.data import Batch
 
 
 def peak_bytes(model: torch.nn.Module, batch: Batch) -> int:
-    """The peak of one forward and backward.
+    """Return the peak of one forward and backward.
 
     The gradients are there before, and are added to: what is counted are activations and temporary tensors.
     """

@@ -13,7 +13,7 @@ from examples.minilm.data import Tokenizer
 
 
 def load_tokenizer() -> Tokenizer:
-    """The tokenizer that the weights were trained with."""
+    """Return the tokenizer that the weights were trained with."""
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(get_model_path())
     return tokenizer
 

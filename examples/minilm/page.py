@@ -35,7 +35,7 @@ def write_page(result: Result, folder: Path) -> Path:
 
 
 def render(result: Result) -> str:
-    """The page as text."""
+    """Return the page as text."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -35,7 +35,7 @@ class Clock:
         self._left -= units
 
     def left_s(self) -> float | None:
-        """The seconds that are left; None as long as nothing was done."""
+        """Return the seconds that are left; None as long as nothing was done."""
         if self._done <= 0:
             return None
         return max(self._left, 0.0) * (time.perf_counter() - self._started) / self._done

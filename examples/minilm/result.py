@@ -88,7 +88,7 @@ class Phase:
         return [one.took_s / other.took_s for one, other in pairs]
 
     def differences(self, one: str, other: str) -> list[float]:
-        """How far apart two losses were, step by step."""
+        """Return how far apart two losses were, step by step."""
         return [abs(a - b) for a, b in zip(self[one].losses, self[other].losses, strict=True)]
 
 
@@ -109,5 +109,5 @@ class Result:
     took_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """All values, for whoever wants to look closer."""
+        """Return all values, for whoever wants to look closer."""
         return asdict(self)

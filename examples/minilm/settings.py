@@ -21,7 +21,7 @@ class Settings:
     evaluations: int = 2  # during training, the last one at its end; one more is done before it
 
     def evaluate_after(self) -> frozenset[int]:
-        """The numbers of training steps after which the held-out paragraphs are classified."""
+        """Return the numbers of training steps after which the held-out paragraphs are classified."""
         return frozenset(round(self.training_steps * (i + 1) / self.evaluations) for i in range(self.evaluations))
 
 

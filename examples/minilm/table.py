@@ -32,12 +32,12 @@ def as_ms(seconds: float) -> str:
 
 
 def as_difference(difference: float) -> str:
-    """A difference of losses; nothing is shown as nothing."""
+    """Format a difference of losses."""
     return f"{difference:.1e}" if difference else "0"
 
 
 def rows(result: Result) -> tuple[Row, ...]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     eager, ours = result.training[EAGER], result.training[ONNXTRAIN]
     ratio = statistics.median(result.training.ratios(EAGER, ONNXTRAIN))
     evaluated = f"{result.held_out_paragraphs} paragraphs"
@@ -106,7 +106,7 @@ def notes(result: Result) -> tuple[str, ...]:
 
 
 def terminal_table(result: Result) -> Table:
-    """The table for the terminal."""
+    """Return the table for the terminal."""
     table = Table(title="MiniLM fine-tuned on Python's reference text", title_justify="left")
     table.add_column("")
     table.add_column(EAGER, justify="right")

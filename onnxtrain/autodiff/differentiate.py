@@ -119,7 +119,7 @@ def _inline_for_gradients(model: ir.Model, wrt: Sequence[bool]) -> ir.Model:
 
 
 def _active(nodes: Sequence[ir.Node], wrt_inputs: Sequence[ir.Value]) -> set[ir.Value]:
-    """The values that gradients flow through: floating-point, and computed from an input in `wrt`."""
+    """Return the values that gradients flow through: floating-point, and computed from an input in `wrt`."""
     active = {v for v in wrt_inputs if is_differentiable_type(dtype_of(v))}
     for node in nodes:
         definition = definition_of(node)
@@ -161,7 +161,7 @@ class _Walk:
         self._sums[value] = cotangent
 
     def total(self, value: ir.Value) -> ir.Value | None:
-        """The sum of all contributions; None if there is none."""
+        """Return the sum of all contributions; None if there is none."""
         result = self._sums.get(value)
         if result is None:
             return None

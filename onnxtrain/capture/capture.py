@@ -140,7 +140,7 @@ class Captured:
     written_views: tuple[WrittenView, ...] = ()
 
     def has_same_graph(self, other: Captured) -> bool:
-        """Whether the capture of another module, or of this one in another state, is the same graph at all sizes."""
+        """Return whether another capture, of any module or state, is the same graph at all sizes."""
         return (
             [(v.dtype, v.shape) for v in self.model.graph.inputs]
             == [(v.dtype, v.shape) for v in other.model.graph.inputs]
@@ -549,7 +549,7 @@ def _constant_source(
 
 
 def _is_attribute(module: torch.nn.Module, target: str) -> bool:
-    """Whether a constant of the export is a tensor attribute of the user's module, and not a literal in forward."""
+    """Return whether a constant of the export is a tensor attribute of the user's module, not a literal in forward."""
     holder: Any = module
     for name in target.removeprefix(_PREFIX).split("."):
         holder = getattr(holder, name, None)

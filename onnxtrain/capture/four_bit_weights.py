@@ -32,7 +32,7 @@ _DOUBLE_QUANTIZED = ("absmax", "offset", "state2.absmax", "state2.code")  # the 
 
 
 def is_four_bit(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is bitsandbytes' Params4bit."""
+    """Return whether a parameter is bitsandbytes' Params4bit."""
     return any(kind.__name__ == "Params4bit" and kind.__module__ == _BNB_MODULES for kind in type(tensor).__mro__)
 
 

@@ -99,7 +99,7 @@ def keep_outputs(captured: Captured, names: Sequence[str] | None) -> Captured:
 
 
 def _is_below(path: str, name: str) -> bool:
-    """Whether `name` names the leaf at `path` or a container around it."""
+    """Return whether `name` names the leaf at `path` or a container around it."""
     steps = path.replace("]", "").replace("[", ".").replace("'", "").strip(".").split(".")
     return steps[: len(name.split("."))] == name.split(".")
 

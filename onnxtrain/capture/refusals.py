@@ -208,7 +208,7 @@ def uncapturable_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Callable[
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:
-    """Whether a hook can be captured: one of onnxtrain's, or one that only makes an output require a gradient.
+    """Return whether a hook can be captured: one of onnxtrain's, or one that only makes an output require a gradient.
 
     transformers registers the latter on the embeddings when gradient checkpointing is turned on.
     """

@@ -23,7 +23,7 @@ _FRAME_TEXT = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a source file is the user's, and not PyTorch's, onnxtrain's or generated."""
+    """Return whether a source file is the user's, and not PyTorch's, onnxtrain's or generated."""
     return not filename.startswith(_NOT_USER_CODE)
 
 

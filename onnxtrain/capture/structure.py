@@ -373,7 +373,7 @@ def dataclass_builder(kind: type, fields: Sequence[str]) -> Callable[[list[Any]]
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether `value` is a key-value cache of transformers, or a layer of one."""
+    """Return whether `value` is a key-value cache of transformers, or a layer of one."""
     module = sys.modules.get("transformers.cache_utils")
     if module is None:
         return False

@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _model(options: argparse.Namespace) -> tuple[Path | onnx.ModelProto, dict[str, int]]:
-    """The model to generate artifacts from, and its trainable parameters with their element counts."""
+    """Return the model to generate artifacts from, and its trainable parameters with their element counts."""
     if options.learn_scales and not options.qat:
         raise OptionError("--learn-scales requires --qat.", todo="add --qat")
     if not options.qat:
@@ -113,7 +113,7 @@ def _model(options: argparse.Namespace) -> tuple[Path | onnx.ModelProto, dict[st
 
 
 def _floating(light: onnx.ModelProto) -> dict[str, int]:
-    """The element counts of the floating-point initializers that are not scalars."""
+    """Return the element counts of the floating-point initializers that are not scalars."""
     counts: dict[str, int] = {}
     for tensor in light.graph.initializer:
         if tensor.data_type in (1, 10, 11, 16) and tensor.dims:  # float32, float16, float64, bfloat16

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tuple[Timeline, Storages, Engine]:
-    """The plan of a module at the sizes of the loaded inputs, and its engine, after one step."""
+    """Return the plan of a module at the sizes of the loaded inputs, and its engine, after one step."""
     # Timing candidate kernels, or a variant without padding, would make this step differ from the plan.
     settings = Options.resolve(fallback_policy=FallbackPolicy.FALLBACK_DISABLE, **options)
     engine = Engine(module, replace(settings, tuning=False, skip_padding="never"), EntryPoint(is_part=True))
@@ -109,7 +109,7 @@ def _planned(module: torch.nn.Module, loaded: LoadedModel, **options: Any) -> tu
 
 
 def _recomputable(compiled: Compiled, storages: Storages, recomputed: Collection[str]) -> Sequence[SubgraphReport]:
-    """The subgraphs of a plan without recomputation; `recomputed` names what the plan that runs recomputes."""
+    """Return the subgraphs of a plan without recomputation; `recomputed` names what the plan that runs recomputes."""
     parts = compiled.parts
     if compiled.report.subgraphs or parts is None:
         return compiled.report.subgraphs

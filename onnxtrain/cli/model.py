@@ -225,7 +225,7 @@ def _token_labels(inputs: Mapping[str, torch.Tensor], _config: Any) -> dict[str,
 
 
 def _masked_labels(inputs: Mapping[str, torch.Tensor], _config: Any) -> dict[str, torch.Tensor]:
-    """One token in seven, close to BERT's 15 %, and no padding."""
+    """Return one token in seven, close to BERT's 15 %, and no padding."""
     tokens = inputs["input_ids"]
     picked = (torch.arange(tokens.numel()).view_as(tokens) % 7 == 0) & inputs["attention_mask"].bool()
     return {"labels": tokens.masked_fill(~picked, -100)}

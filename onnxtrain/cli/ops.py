@@ -40,7 +40,7 @@ class Row:
 
 
 def row(definition: OpDef) -> Row:
-    """The cells of a definition."""
+    """Return the cells of a definition."""
     return Row(
         name=definition.name,
         signature=f"({', '.join(definition.inputs)}) -> {', '.join(definition.outputs)}",
@@ -79,7 +79,7 @@ def _gradient(definition: OpDef) -> str:
 
 
 def _axes(definition: OpDef) -> str:
-    """The axis map, if it is the same for every node."""
+    """Return the axis map, if it is the same for every node."""
     no_node: Any = None
     try:
         text = definition.axes(no_node)
@@ -94,7 +94,7 @@ def _effects(effects: Effects) -> str:
 
 
 def selected(pattern: str = "") -> dict[str, list[OpDef]]:
-    """The definitions whose domain, name or ATen overloads match `pattern`, by domain."""
+    """Return the definitions whose domain, name or ATen overloads match `pattern`, by domain."""
     by_domain: dict[str, list[OpDef]] = {domain: [] for domain in DOMAINS}
     for (domain, name), definition in sorted(OPS.items()):
         texts = (f"{domain or 'ai.onnx'}::{name}", *definition.from_torch)
@@ -107,7 +107,7 @@ def selected(pattern: str = "") -> dict[str, list[OpDef]]:
 
 
 def table(domain: str, definitions: Iterable[OpDef]) -> Table:
-    """The operators of one domain for a terminal."""
+    """Return the operators of one domain for a terminal."""
     result = Table(title=domain or "ai.onnx", title_justify="left", header_style="bold")
     for column in ("operator", "kernels", "body", "gradient", "axes", "effects"):
         result.add_column(column, overflow="fold")

@@ -18,7 +18,7 @@ def _formatted(knob: Knob, value: object) -> str:
 
 
 def table(rows: tuple[Resolved, ...]) -> Table:
-    """The options for a terminal; those not at their default are bold."""
+    """Return the options for a terminal; those not at their default are bold."""
     result = Table(header_style="bold")
     for column in ("option", "value", "source", "meaning"):
         result.add_column(column, overflow="fold")

@@ -96,7 +96,7 @@ def _saved(folder: str, stage: str) -> Path:
 
 
 def _memory(model: ORTModule) -> str:
-    """The memory of a step as planned, with its largest tensors; "" for a graph without gradients."""
+    """Return the memory of a step as planned, with its largest tensors; "" for a graph without gradients."""
     compiled = engine_of(model).newest()
     if compiled.parts is None:
         return ""
@@ -133,7 +133,7 @@ def _step(loaded: LoadedModel, module: torch.nn.Module) -> None:
 def _time_interleaved(
     eager: Callable[[], None], ours: Callable[[], None], steps: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The milliseconds of each step after warm-up; steps of both sides are interleaved."""
+    """Return the milliseconds of each step after warm-up; steps of both sides are interleaved."""
     times_ms: tuple[list[float], list[float]] = ([], [])
     for number in range(steps + max(3, steps // 2)):
         for times, step in zip(times_ms, (eager, ours), strict=True):

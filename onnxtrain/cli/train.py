@@ -109,7 +109,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _files(folder: Path, prefix: str) -> dict[str, Path]:
-    """The files by name without the prefix."""
+    """Return the files by name without the prefix."""
     required = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")
     files = {
         name: folder / f"{prefix}{name}"
@@ -147,7 +147,7 @@ class _Evaluation:
         return sizes.pop() if len(sizes) == 1 else None
 
     def __call__(self, batches: Sequence[Mapping[str, Array]]) -> tuple[float, float | None]:
-        """The mean loss and the accuracy; the accuracy is None if the labels are not classes."""
+        """Return the mean loss and the accuracy; the accuracy is None if the labels are not classes."""
         parameters = {name: self._state.parameters[name].data for name in self._parameters}
         loss, correct, count, samples = 0.0, 0, 0, 0
         for batch in batches:

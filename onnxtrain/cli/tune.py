@@ -32,7 +32,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def table(answers: Answers) -> Table:
-    """The measurements for a terminal, one row each."""
+    """Return the measurements for a terminal, one row each."""
     result = Table(header_style="bold")
     for column in ("operator, dtype, sizes", "measured at", "times", "choice"):
         result.add_column(column, overflow="fold")

@@ -68,7 +68,10 @@ def _input(graph: ir.Graph, name: str, tensor_type: TensorType) -> ir.Value:
 
 
 def _movable(value: ir.Value) -> list[ir.Node]:
-    """The producer of a large gradient, after the Transposes that only it reads; none if others read the gradient."""
+    """Return the producer of a large gradient, after the Transposes that only it reads.
+
+    None if others read the gradient.
+    """
     producer = value.producer()
     size = math.prod(s if isinstance(s, int) else 0 for s in type_of(value).shape)
     if producer is None or size <= _LARGE or len(producer.outputs) > 1 or value.uses():

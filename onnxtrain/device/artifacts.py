@@ -291,7 +291,7 @@ class _Sources:
         return Choice(list(requires_grad), list(frozen))
 
     def _candidates(self, frozen: Sequence[str]) -> list[str]:
-        """The floating-point initializers, besides those and running statistics."""
+        """Return the floating-point initializers, besides those and running statistics."""
         graph = self.training.model.graph
         statistics = {name for n in graph.node if n.op_type == "BatchNormalization" for name in n.input[3:5]}
         names = [t.name for t in graph.initializer if t.data_type in _FLOATING and t.dims]

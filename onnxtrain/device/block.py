@@ -56,7 +56,7 @@ class Base:
     checked: int = 0
 
     def new_name(self, stem: str) -> str:
-        """A name that no value or node of the graph has: `stem`, with a number if needed."""
+        """Return a name that no value or node of the graph has: `stem`, with a number if needed."""
         graph = self.model.graph
         used_names = {v.name for v in (*graph.input, *graph.output, *graph.initializer, *graph.node)}
         used_names.update(output for node in graph.node for output in node.output)
@@ -85,7 +85,7 @@ class Base:
         return name
 
     def type_of(self, name: str) -> tuple[int, list[int | str]]:
-        """The element type and shape of a value; unnamed dimensions get names.
+        """Return the element type and shape of a value; unnamed dimensions get names.
 
         Raises:
             ArtifactError: the type cannot be inferred.
@@ -102,13 +102,13 @@ class Base:
         return self._converted(name)
 
     def is_sequence(self, name: str) -> bool:
-        """Whether a value is declared to be a sequence of tensors."""
+        """Return whether a value is declared to be a sequence of tensors."""
         graph = self.model.graph
         values = (*graph.input, *graph.output, *graph.value_info)
         return any(value.name == name and value.type.HasField("sequence_type") for value in values)
 
     def with_data(self) -> ir.Model:
-        """The model with all tensor data, and with the types of custom ops if a library is set."""
+        """Return the model with all tensor data, and with the types of custom ops if a library is set."""
         model = put_back(self.model, self.tensors)
         library = _library.get()
         if library is not None:
@@ -139,7 +139,7 @@ _library: ContextVar[Path | None] = ContextVar("onnxtrain_custom_op_library", de
 
 
 def current_base() -> Base:
-    """The graph that blocks extend. Raises ArtifactError outside of `base` and `empty_base`."""
+    """Return the graph that blocks extend. Raises ArtifactError outside of `base` and `empty_base`."""
     current = _base.get()
     if current is None:
         expected = "a call inside `with onnxblock.base(model):`"
@@ -290,7 +290,7 @@ class ForwardBlock(Block):
 
 
 def names_of(result: Any) -> list[str]:
-    """The result of `build` as a list of names."""
+    """Return the result of `build` as a list of names."""
     return [result] if isinstance(result, str) else [str(name) for name in result]
 
 

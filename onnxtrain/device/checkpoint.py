@@ -83,7 +83,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _entry(checkpoint: Checkpoint, include_optimizer_state: bool) -> dict[str, object]:
-    """The metadata as JSON values. Properties are strings, which keep all digits in JavaScript."""
+    """Return the metadata as JSON values. Properties are strings, which keep all digits in JavaScript."""
     entry: dict[str, object] = {
         "version": VERSION,
         "parameters": list(checkpoint.parameters),
@@ -192,7 +192,7 @@ class _Reader:
         return array
 
     def _placeholder(self, name: str, value: Any) -> Array:
-        """An array of this dtype and shape without memory of its own."""
+        """Return an array of this dtype and shape without memory of its own."""
         try:
             dtype, shape = value
             if dtype not in safetensors_file.DTYPE_NAMES:

@@ -42,6 +42,6 @@ class Checkpoint:
 
 
 def corrupt_file_error(path: Path, expected: str, got: object) -> CheckpointError:
-    """The error for a file that violates its format."""
+    """Return the error for a file that violates its format."""
     problem = "The checkpoint file is damaged, truncated, or no checkpoint."
     return CheckpointError(problem, str(path), expected, got, "Use another copy of the file. Nothing of it was loaded.")

@@ -76,7 +76,7 @@ def _declare(node: ir.Node, model: ir.Model, library: Path) -> None:
 
 
 def _single_node_model(node: ir.Node, model: ir.Model) -> bytes:
-    """A model with this node only."""
+    """Return a model with this node only."""
     inputs = [
         onnx.helper.make_tensor_value_info(str(v.name), int(v.dtype), [_size(d) for d in v.shape])
         for v in dict.fromkeys(node.inputs)

@@ -169,7 +169,10 @@ def name_outputs(captured: Captured, output_names: Sequence[str] | None) -> dict
 
 
 def _affects_only_itself(graph: ir.Graph, buffer: ir.Value, updated: ir.Value) -> bool:
-    """Whether an integer buffer affects only itself, as num_batches_tracked does: exporters drop such buffers."""
+    """Return whether an integer buffer affects only itself, as num_batches_tracked does.
+
+    Exporters drop such buffers.
+    """
     reached = {buffer}
     for node in graph:
         if any(value in reached for value in node.inputs):

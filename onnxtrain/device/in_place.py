@@ -58,7 +58,7 @@ def verify_updates(model: ir.Model, updates: Mapping[str, str]) -> None:
 
 
 def _clash(written: ir.Value, memory: Sequence[ir.Value], graph: ir.Graph | Sequence[ir.Node]) -> ir.Node | None:
-    """A node that may read `memory` after `written` has overwritten it; None if there is none."""
+    """Return a node that may read `memory` after `written` has overwritten it; None if there is none."""
     writer = written.producer()
     if writer is None:
         return None  # an input is returned: nothing is written
@@ -76,7 +76,7 @@ def _clash(written: ir.Value, memory: Sequence[ir.Value], graph: ir.Graph | Sequ
 
 
 def _views(memory: Iterable[ir.Value], graph: Iterable[ir.Node]) -> set[ir.Value]:
-    """The values that may share this memory. Possible views count, whether or not onnxruntime copies them."""
+    """Return the values that may share this memory. Possible views count, whether or not onnxruntime copies them."""
     shared = set(memory)
     for node in graph:
         definition = OPS.get((node.domain, node.op_type))
@@ -99,7 +99,7 @@ def _ancestors(node: ir.Node) -> set[ir.Node]:
 
 
 def _writes_after_reading(node: ir.Node, written: ir.Value, shared: set[ir.Value]) -> bool:
-    """Whether the node reads each element of `shared` before it writes that element of `written`."""
+    """Return whether the node reads each element of `shared` before it writes that element of `written`."""
     if (node.domain, node.op_type) == (ONNX, "If"):
         if node.inputs[0] in shared:
             return False
@@ -115,7 +115,7 @@ def _branch_is_safe(branch: ir.Graph, index: int, shared: set[ir.Value]) -> bool
 
 
 def _goes_by_slices(node: ir.Node, index: int, shared: set[ir.Value]) -> bool:
-    """Whether a Scan reads of `shared` only the slice that it writes next: forward, along the first axis."""
+    """Return whether a Scan reads of `shared` only the slice that it writes next: forward, along the first axis."""
     attributes = node.attributes
     plain = not any(any(a.as_ints()) for name, a in attributes.items() if name.endswith(("_axes", "_directions")))
     body = attributes["body"].as_graph()

@@ -115,7 +115,7 @@ def _stub(name: str, data_type: int, dims: Sequence[int]) -> onnx.TensorProto:
 
 
 def is_stub(tensor: onnx.TensorProto) -> bool:
-    """Whether the data of a tensor is kept beside the model."""
+    """Return whether the data of a tensor is kept beside the model."""
     return any(entry.value == _HELD for entry in tensor.external_data)
 
 
@@ -133,7 +133,7 @@ def without_stubs(light: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def put_back(light: onnx.ModelProto, tensors: Tensors) -> ir.Model:
-    """The model with its tensors, which are not copied."""
+    """Return the model with its tensors, which are not copied."""
     model = ir.from_proto(light)
     for name, tensor in tensors.items():
         if name in model.graph.initializers:
@@ -142,5 +142,5 @@ def put_back(light: onnx.ModelProto, tensors: Tensors) -> ir.Model:
 
 
 def with_data(tensor: onnx.TensorProto, held: ir.TensorProtocol | None) -> onnx.TensorProto:
-    """The tensor with its data."""
+    """Return the tensor with its data."""
     return tensor if held is None else ir.to_proto(ir.Tensor(held.numpy(), dtype=held.dtype, name=tensor.name))

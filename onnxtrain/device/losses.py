@@ -44,7 +44,7 @@ class MSELoss(_Loss):
     """
 
     def build(self, loss_input_name: str, target_name: str = "target") -> str:
-        """The loss of float[...] against a target of the same type and shape."""
+        """Return the loss of float[...] against a target of the same type and shape."""
         inputs = [loss_input_name, self._target(loss_input_name, target_name)]
         return current_base().append("MseLoss", inputs, "loss", OWN, reduction=self._reduction)
 
@@ -57,7 +57,7 @@ class L1Loss(_Loss):
     """
 
     def build(self, loss_input_name: str, target_name: str = "target") -> str:
-        """The loss of float[...] against a target of the same type and shape."""
+        """Return the loss of float[...] against a target of the same type and shape."""
         base = current_base()
         difference = base.append("Sub", [loss_input_name, self._target(loss_input_name, target_name)])
         return self._reduced(base.append("Abs", [difference]))
@@ -78,7 +78,7 @@ class CrossEntropyLoss(_Loss):
         self._ignore_index = ignore_index
 
     def build(self, scores_input_name: str, labels_name: str = "labels") -> str:
-        """The loss of scores[n, c, ...] against labels int64[n, ...]."""
+        """Return the loss of scores[n, c, ...] against labels int64[n, ...]."""
         base = current_base()
         _, shape = base.type_of(scores_input_name)
         if len(shape) < 2 or shape[1] in (0, 1):
@@ -113,7 +113,7 @@ class BCEWithLogitsLoss(_Loss):
         self._weights = (weight, pos_weight)
 
     def build(self, loss_input_name: str, target_name: str = "target") -> str:
-        """The loss of logits float[...] against a target of the same type and shape."""
+        """Return the loss of logits float[...] against a target of the same type and shape."""
         base = current_base()
         weights = [
             "" if weight is None else base.constant(np.asarray(weight, np.float32), stem)

@@ -23,7 +23,7 @@ _FLAG = "updated_flag"
 
 
 def sequence_names(names: Sequence[str], state: Sequence[str]) -> dict[str, list[str]]:
-    """The tensors of each sequence, by the sequence's name."""
+    """Return the tensors of each sequence, by the sequence's name."""
     ends = {"params": "", "gradients": GRADIENT} | {f"{each}s": f".{each}" for each in state}
     return {sequence: [f"{name}{end}" for name in names] for sequence, end in ends.items()}
 

@@ -108,7 +108,7 @@ class ClipGradNorm(Block):
 
 
 def _body(name: str, inputs: Sequence[str], nodes: Sequence[tuple[str, list[str], dict[str, Any]]]) -> onnx.GraphProto:
-    """The graph that a SequenceMap runs on each element. The last of `nodes` gives its output."""
+    """Return the graph that a SequenceMap runs on each element. The last of `nodes` gives its output."""
     protos = [
         onnx.helper.make_node(op, values, [f"{name}_{i}"], **attributes)
         for i, (op, values, attributes) in enumerate(nodes)

@@ -95,7 +95,7 @@ def _is_non_overlapping(n: NodeView) -> bool:
 
 
 def _extent(n: NodeView) -> list[Size]:
-    """The extent of the windows along each axis of the padded x."""
+    """Return the extent of the windows along each axis of the padded x."""
     kernel, strides, _, dilations = _geometry(n)
     return [covered_size(e, k, s, d) for e, k, s, d in zip(spatial_sizes(n.y), kernel, strides, dilations, strict=True)]
 
@@ -139,7 +139,7 @@ def _split_positions(op: Builder, x: ir.Value, kernel: Sequence[int], windows: S
 
 
 def _join_positions(op: Builder, parts: Sequence[ir.Value], kernel: Sequence[int], windows: Sequence[Size]) -> ir.Value:
-    """The inverse of `_split_positions`."""
+    """Invert `_split_positions`."""
     for axis, size in reversed(list(enumerate(kernel, start=2))):
         joined = []
         for start in range(0, len(parts), size):

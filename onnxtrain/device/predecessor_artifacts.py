@@ -82,7 +82,7 @@ def converted_optimizer(path: Path, parameters: Mapping[str, tuple[np.dtype[Any]
 
 
 def _read(path: Path) -> ir.Model | None:
-    """The model; None for a file of onnxtrain or of another format."""
+    """Return the model; None for a file of onnxtrain or of another format."""
     try:
         model = ir.load(path)
     except Exception:  # noqa: BLE001  protobuf's errors; onnxruntime's own error about the file is the one to show
@@ -130,7 +130,7 @@ def _fix_statistics(graph: ir.Graph, node: ir.Node, parameters: Collection[str])
 
 
 def _zeros(value: ir.Value) -> ir.TensorProtocol:
-    """A tensor of the value's type that takes no memory: the checkpoint has the values."""
+    """Return a tensor of the value's type that takes no memory: the checkpoint has the values."""
     if value.dtype is None or value.shape is None or not value.shape.is_static():
         raise ArtifactError("A parameter of the graph has no fixed type.", got=f"{value.name}: {value.type}")
     shape = tuple(int(size) for size in value.shape.numpy())
@@ -155,7 +155,7 @@ def _adamw(node: ir.Node, clip: ClipGradNorm | None) -> Optimizer:
 
 
 def _float(number: float) -> float:
-    """The shortest decimal number that is this one in float32, in which files have it: 0.9, not 0.89999998."""
+    """Return the shortest decimal number that is this one in float32, in which files have it: 0.9, not 0.89999998."""
     return float(str(np.float32(number)))
 
 

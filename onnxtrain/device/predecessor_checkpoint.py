@@ -44,7 +44,7 @@ _MOMENTS = {"momentum0": "first_order_moment", "momentum1": "second_order_moment
 
 
 def recognizes(start: bytes) -> bool:
-    """Whether the first eight bytes of a file are those of such a checkpoint."""
+    """Return whether the first eight bytes of a file are those of such a checkpoint."""
     return start[4:8] == _IDENTIFIER
 
 
@@ -101,14 +101,14 @@ class _Fields:
             yield _Fields(self._table.Bytes, self._table.Indirect(position))
 
     def array(self, field: int, dtype: np.dtype[Any]) -> Array:
-        """A numeric vector, as a view of the file's bytes."""
+        """Return a numeric vector, as a view of the file's bytes."""
         if not self._offset(field):
             return np.empty(0, dtype)
         start, length = self._vector(field)
         return np.frombuffer(self._table.Bytes, dtype.newbyteorder("<"), length, start)
 
     def _entries(self, field: int) -> range:
-        """The positions of the offsets in a vector."""
+        """Return the positions of the offsets in a vector."""
         if not self._offset(field):
             return range(0)
         start, length = self._vector(field)

@@ -150,7 +150,7 @@ def _metadata(header: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _slots(header: Mapping[str, Any], file: io.BufferedReader, path: Path) -> list[_Slot]:
-    """The tensors in the order of their offsets, validated before any allocation."""
+    """Return the tensors in the order of their offsets, validated before any allocation."""
     slots = [_slot(name, entry, path) for name, entry in header.items() if name != "__metadata__"]
     slots.sort(key=lambda slot: (slot.start, slot.end))
     edges = [0, *(edge for slot in slots for edge in (slot.start, slot.end))]

@@ -115,13 +115,13 @@ class Buffer:
 
 
 def _chunks(size: int) -> int:
-    """The number of equal chunks of about `_CHUNK` elements that `size` divides into; 1 if none is close."""
+    """Return the number of equal chunks of about `_CHUNK` elements that `size` divides into; 1 if none is close."""
     fitting = [n for n in range(-(-size // (2 * _CHUNK)), 4 * size // _CHUNK + 1) if size % n == 0]
     return min(fitting, key=lambda n: abs(math.log(size / n / _CHUNK)), default=1)
 
 
 def _own(array: Array) -> Array:
-    """The array itself if training may write to it, else a copy."""
+    """Return the array itself if training may write to it, else a copy."""
     flags = array.flags
     return array if flags.c_contiguous and flags.writeable and flags.aligned else np.array(array, order="C")
 
@@ -169,7 +169,7 @@ class TensorType:
     shape: tuple[int | str | None, ...]
 
     def takes(self, dtype: str, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this dtype and shape can be fed."""
+        """Return whether a tensor of this dtype and shape can be fed."""
         return (
             dtype == self.dtype
             and len(shape) == len(self.shape)
@@ -229,7 +229,7 @@ class Graph:
                 self._binding.bind_ortvalue_output(output, self._bound[name].value)
 
     def _memory_in_chunks(self, buffer: Buffer) -> tuple[str, int, Any, list[int], int]:
-        """A buffer as (device, index, element type, [chunks, elements], address)."""
+        """Return a buffer as (device, index, element type, [chunks, elements], address)."""
         size = math.prod(buffer.shape)
         chunks = _chunks(size) if self._device.kind == "cpu" else 1  # on a GPU one chunk is fastest
         value = buffer.value

@@ -49,7 +49,7 @@ class TrainingState:
         }
 
     def parameter(self, name: str) -> Buffer:
-        """The memory of a parameter.
+        """Return the memory of a parameter.
 
         Raises:
             UnknownNameError: no parameter has this name.
@@ -61,7 +61,7 @@ class TrainingState:
         return self._parameters[name]
 
     def type_of(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The dtype and shape of a parameter; of a nominal state after `join_graph`."""
+        """Return the dtype and shape of a parameter; of a nominal state after `join_graph`."""
         buffer = self._parameters[name]
         return buffer.dtype, buffer.shape
 
@@ -135,7 +135,7 @@ class TrainingState:
         )
 
     def content(self) -> Checkpoint:
-        """The content of a checkpoint of the present state. On the CPU its arrays are views of the memory."""
+        """Return the content of a checkpoint of the present state. On the CPU its arrays are views of the memory."""
         self.require_values()
         return Checkpoint(
             parameters={name: self._parameters[name].numpy() for name in self.names},

@@ -100,7 +100,7 @@ def _with_functions(model: ir.Model) -> ir.Model:
 
 
 def _rare_variants(graph: ir.Graph) -> set[str | None]:
-    """The calls of functions that are not the most frequent variant of their op."""
+    """Return the calls of functions that are not the most frequent variant of their op."""
     variants: dict[tuple[str, str], Counter[str]] = {}
     for node in graph:
         variants.setdefault((node.domain, node.op_type), Counter())[node.overload] += 1
@@ -109,7 +109,7 @@ def _rare_variants(graph: ir.Graph) -> set[str | None]:
 
 
 def _remains_node(node: ir.Node) -> bool:
-    """Whether the node is not inlined: a training op that becomes a function, or an op without body."""
+    """Return whether the node is not inlined: a training op that becomes a function, or an op without body."""
     if (node.domain, node.op_type) == (OWN, unknown_node.NAME):
         return True
     if node.domain == ONNX or body_of(node) is None:
@@ -160,7 +160,7 @@ def _split_full_reductions(graph: ir.Graph) -> None:
 
 
 def _reduced(node: ir.Node, rank: int) -> set[int]:
-    """The axes of a reduction; none if they are computed."""
+    """Return the axes of a reduction; none if they are computed."""
     axes = node.inputs[1] if len(node.inputs) > 1 else None
     if axes is None:
         return set() if node.attributes.get_int("noop_with_empty_axes", 0) else set(range(rank))

@@ -104,7 +104,7 @@ class Module:
         return copied_to_ort(flat)
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
-        """The total number of elements of the parameters."""
+        """Return the total number of elements of the parameters."""
         return sum(math.prod(self._shape(name)) for name in self._names(trainable_only))
 
     def copy_buffer_to_parameters(self, buffer: Value, trainable_only: bool = True) -> None:
@@ -145,11 +145,11 @@ class Module:
         export_for_inferencing(self._eval.path, content.parameters, inference_model_uri, graph_output_names)
 
     def input_names(self) -> list[str]:
-        """The names of the inputs of a call in the present mode, in order."""
+        """Return the names of the inputs of a call in the present mode, in order."""
         return list(self._graph().metadata.inputs)
 
     def output_names(self) -> list[str]:
-        """The names of the outputs of a call in the present mode, in order."""
+        """Return the names of the outputs of a call in the present mode, in order."""
         return list(self._graph().outputs)
 
     def _load(self, path: str | os.PathLike[str], kind: str) -> Graph:
@@ -251,7 +251,7 @@ class Optimizer:
         self._state.learning_rate = float(learning_rate)
 
     def get_learning_rate(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         rate = self._state.learning_rate
         assert rate is not None  # set by join_optimizer
         return rate

@@ -40,7 +40,7 @@ class Extended:
         self.buffers = dict.fromkeys((*base.buffers, *statistics(self._model)))
 
     def parameters(self) -> Mapping[str, ir.TensorProtocol]:
-        """The data of all initializers."""
+        """Return the data of all initializers."""
         initializers = self._model.graph.initializers.items()
         return {name: value.const_value for name, value in initializers if value.const_value is not None}
 
@@ -54,7 +54,7 @@ class Extended:
         return eval_model(*self._forward(choice, outputs, training=False), portable=portable)
 
     def ordered(self, choice: Choice) -> tuple[list[str], list[str], list[str]]:
-        """The trainable parameters, the frozen ones and the buffers, each in the order of the model."""
+        """Return the trainable parameters, the frozen ones and the buffers, each in the order of the model."""
         names = list(self._model.graph.initializers)
         in_both = set(choice.trainable) & {*choice.frozen, *self.buffers}
         if in_both:
@@ -81,7 +81,7 @@ class Extended:
         return model, Roles(inputs, self._outputs, trainable, frozen, buffers, self._forward_outputs, trained)
 
     def _inputs(self) -> list[str]:
-        """The names of the inputs of a call."""
+        """Return the names of the inputs of a call."""
         initializers = self._model.graph.initializers
         return [str(value.name) for value in self._model.graph.inputs if value.name not in initializers]
 

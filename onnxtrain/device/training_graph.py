@@ -159,7 +159,7 @@ def eval_model(forward: ir.Model, roles: Roles, *, portable: bool) -> ir.Model:
 
 
 def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
-    """The joint graph, with outputs `roles.outputs`, `<p>_grad` for each trainable p, and new values of buffers."""
+    """Return the joint graph, with outputs `roles.outputs`, `<p>_grad` of each trainable p, and new buffer values."""
     graph = model.graph
     loss = graph.outputs[0]
     if not is_float(dtype_of(loss)):
@@ -227,7 +227,7 @@ def _refuse_opaque(graph: ir.Graph, roles: Roles) -> None:
 
 
 def _reaching(graph: ir.Graph, value: ir.Value) -> set[ir.Node]:
-    """The nodes that a value depends on."""
+    """Return the nodes that a value depends on."""
     needed, nodes = {value}, set()
     for node in reversed(graph):
         if any(v in needed for v in node.outputs):

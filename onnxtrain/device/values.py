@@ -31,7 +31,7 @@ _ONNX_NAMES = {
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype with this name, including bfloat16 and float8.
+    """Return the dtype with this name, including bfloat16 and float8.
 
     Raises:
         TrainingError: the dtype needs the package ml_dtypes, which is not installed.
@@ -49,14 +49,14 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 
 def numpy_name(onnx_type: str) -> str:
-    """The numpy dtype name of a session's `tensor(…)`; `object` for strings."""
+    """Return the numpy dtype name of a session's `tensor(…)`; `object` for strings."""
     if onnx_type == "tensor(string)":
         return "object"
     return _ONNX_NAMES.get(onnx_type) or onnx_type.removeprefix("tensor(").removesuffix(")")
 
 
 def dtype_name(array: Array) -> str:
-    """The name of an array's dtype; `object` for strings of any length."""
+    """Return the name of an array's dtype; `object` for strings of any length."""
     return "object" if is_text(array) else _name(array.dtype)
 
 
@@ -83,7 +83,7 @@ def write(array: Array, value: OrtValue) -> None:
 
 
 def _bits(array: Array) -> Array:
-    """The array, contiguous, viewed as a dtype that onnxruntime supports."""
+    """Return the array, contiguous, viewed as a dtype that onnxruntime supports."""
     array = np.asarray(array, order="C")
     return array.view(f"uint{8 * array.itemsize}") if _name(array.dtype) in _BEYOND_NUMPY else array
 

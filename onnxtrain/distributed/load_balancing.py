@@ -79,7 +79,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         return iter(self.of_rank(self.rank))
 
     def of_rank(self, rank: int) -> list[int]:
-        """The indices of the samples of any rank in this epoch."""
+        """Return the indices of the samples of any rank in this epoch."""
         return [round_[rank] for round_ in self._rounds()]
 
     def _rounds(self) -> list[list[int]]:

@@ -28,7 +28,7 @@ _SCALARS = {
 
 
 def pytorch_scalar_type_to_pytorch_dtype(scalar_type: str) -> torch.dtype:
-    """The dtype of a TorchScript name such as "Float".
+    """Return the dtype of a TorchScript name such as "Float".
 
     Raises:
         RuntimeError: there is no such name.
@@ -39,7 +39,7 @@ def pytorch_scalar_type_to_pytorch_dtype(scalar_type: str) -> torch.dtype:
 
 
 def pytorch_type_to_onnx_dtype(dtype_or_scalar_name: torch.dtype | str) -> int:
-    """The `onnx.TensorProto.DataType` of a PyTorch dtype, or of a TorchScript name such as "Float".
+    """Return the `onnx.TensorProto.DataType` of a PyTorch dtype, or of a TorchScript name such as "Float".
 
     Raises:
         RuntimeError: ONNX has no such dtype.
@@ -54,7 +54,7 @@ def pytorch_type_to_onnx_dtype(dtype_or_scalar_name: torch.dtype | str) -> int:
 
 
 def onnx_dtype_to_pytorch_dtype(onnx_dtype: int) -> torch.dtype:
-    """The PyTorch dtype of an `onnx.TensorProto.DataType`.
+    """Return the PyTorch dtype of an `onnx.TensorProto.DataType`.
 
     Raises:
         RuntimeError: PyTorch has no such dtype.

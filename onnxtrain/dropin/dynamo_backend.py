@@ -69,7 +69,7 @@ DEFAULT_BACKEND = OrtBackend()
 
 
 def make_aot_ort(dynamic: bool = False) -> tuple[OrtBackend, OrtBackend]:
-    """A backend with AOTAutograd and the one that it wraps: here the same object.
+    """Return a backend with AOTAutograd and the one that it wraps: here the same object.
 
     Args:
         dynamic: a graph serves all sizes in either case.

@@ -24,7 +24,7 @@ class GraphMatcher:
         self._graph = graph
 
     def match_pattern(self, pattern: Sequence[PatternEntry]) -> list[list[NodeProto]]:
-        """All matches; each is a list of nodes in the order of the pattern.
+        """Return all matches; each is a list of nodes in the order of the pattern.
 
         Args:
             pattern: the first entry has no targets; the targets of a later one are earlier entries. If several nodes
@@ -55,7 +55,7 @@ class GraphMatcher:
         return match
 
     def get_producer(self, arg: str, op_type: str, output_idx: int) -> NodeProto | None:
-        """The node of this type whose output at this index is the value; None if there is none."""
+        """Return the node of this type whose output at this index is the value; None if there is none."""
         producer: NodeProto | None = next(
             (
                 n
@@ -67,7 +67,7 @@ class GraphMatcher:
         return producer
 
     def get_consumer(self, arg: str, op_type: str, input_idx: int) -> NodeProto | None:
-        """The first node of this type whose input at this index is the value; None if there is none."""
+        """Return the first node of this type whose input at this index is the value; None if there is none."""
         consumer: NodeProto | None = next(
             (n for n in self._graph.node if n.op_type == op_type and list(n.input[input_idx : input_idx + 1]) == [arg]),
             None,
@@ -75,7 +75,10 @@ class GraphMatcher:
         return consumer
 
     def get_constant_value(self, arg: str) -> Any:
-        """The elements of a constant or initializer, as nested lists or a Python scalar; None for other values."""
+        """Return the elements of a constant or initializer, as nested lists or a Python scalar.
+
+        None for other values.
+        """
         for tensor in self._graph.initializer:
             if tensor.name == arg:
                 return _elements(tensor)
@@ -85,7 +88,7 @@ class GraphMatcher:
         return next((_elements(a.t) for a in node.attribute if a.name == "value"), None)
 
     def get_type_and_shape(self, arg: str) -> tuple[int | None, list[Any] | None]:
-        """The dtype and the shape, with dynamic dimensions by name; None for what is unknown."""
+        """Return the dtype and the shape, with dynamic dimensions by name; None for what is unknown."""
         for info in (*self._graph.value_info, *self._graph.input, *self._graph.output):
             if info.name == arg:
                 kind = info.type.tensor_type
@@ -108,7 +111,7 @@ def _elements(tensor: onnx.TensorProto) -> Any:
 
 
 def check_attribute_value(node: NodeProto, attr_name: str, expected_value: Any) -> bool:
-    """Whether the node has the attribute with this value. A string attribute is compared as str."""
+    """Return whether the node has the attribute with this value. A string attribute is compared as str."""
     for attribute in node.attribute:
         if attribute.name == attr_name:
             value = helper.get_attribute_value(attribute)

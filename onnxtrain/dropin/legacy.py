@@ -87,17 +87,17 @@ class TrainingParameters:
 
 
 def is_ortmodule_available() -> bool:
-    """Whether ORTModule can be used. Always True."""
+    """Return whether ORTModule can be used. Always True."""
     return True
 
 
 def is_triton_enabled() -> bool:
-    """Whether the installed torch has Triton."""
+    """Return whether the installed torch has Triton."""
     return importlib.util.find_spec("triton") is not None
 
 
 def is_torch_interop_default_on() -> bool:
-    """Whether custom autograd functions are captured by default. Always True."""
+    """Return whether custom autograd functions are captured by default. Always True."""
     return True
 
 

@@ -35,7 +35,7 @@ class PTable:
         return row
 
     def get_string(self, first_column_width: int | None = None, second_column_width: int | None = None) -> str:
-        """The formatted table, "" without rows. The arguments are minimum widths of the first two columns."""
+        """Return the formatted table, "" without rows. The arguments are minimum widths of the first two columns."""
         rows = sorted(self._rows, key=lambda row: row.columns) if self._sortable else self._rows
         widths = [0] * max((len(row.columns) for row in rows), default=0)
         for index, minimum in enumerate((first_column_width, second_column_width)):

@@ -20,17 +20,17 @@ class PrimitiveType:
 
     @staticmethod
     def is_primitive_type(value: object) -> bool:
-        """Whether the value is an int, float or bool."""
+        """Return whether the value is an int, float or bool."""
         return type(value) in PrimitiveType._DTYPES
 
     @staticmethod
     def get_primitive_dtype(value: object) -> str:
-        """The type as text, with the value of a bool, as each value of a bool has its own graph."""
+        """Return the type as text, with the value of a bool, as each value of a bool has its own graph."""
         return f"{type(value)}_{value}" if isinstance(value, bool) else str(type(value))
 
     @staticmethod
     def create_tensor(value: float, device: torch.device | str | None = None) -> torch.Tensor:
-        """The value as a 0-d tensor of dtype int64, float32 or bool."""
+        """Return the value as a 0-d tensor of dtype int64, float32 or bool."""
         return torch.tensor(value, device=device, dtype=PrimitiveType._DTYPES[type(value)])
 
 

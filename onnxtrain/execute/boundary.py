@@ -40,7 +40,7 @@ class BackwardSource(Protocol):
     """Makes backward programs."""
 
     def __call__(self, has_cotangent: Flags, needs_grad: Flags) -> Backward:
-        """The backward program for these results (one flag each) and these inputs (one flag each)."""
+        """Return the backward program for these results (one flag each) and these inputs (one flag each)."""
 
     def differentiate_again(self) -> None:
         """Differentiate again: custom functions returned gradients for unexpected inputs."""
@@ -74,7 +74,7 @@ class Backward:
         self.zeros = frozenset(zeros)
 
     def reads_all_kept(self, forward: Program) -> bool:
-        """Whether it reads every tensor and size that the forward program of a unit with one result keeps."""
+        """Return whether it reads every tensor and size that the forward program of a unit with one result keeps."""
         part = forward.part
         return (
             self.kept == tuple(range(len(part.outputs) - 1))
@@ -86,7 +86,7 @@ class Backward:
     def arguments(
         self, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None], ctx: Any
     ) -> Sequence[Any]:
-        """The inputs of the program, from the unit's kept tensors and the cotangents that autograd passed."""
+        """Return the inputs of the program, from the unit's kept tensors and the cotangents that autograd passed."""
         kept = [saved[i] for i in self.kept]
         return (*kept, *(_zeros(ctx, i) if i in self.zeros else cotangents[i] for i in self.cotangents))
 
@@ -202,7 +202,7 @@ class Unit:
             tensors[target].copy_(value)
 
     def _with_views(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """The results; those that share an input's memory are rebuilt as views of the input."""
+        """Return the results; those that share an input's memory are rebuilt as views of the input."""
         rebuilt = [self._as_view(i, r, tensors) if self.views[i] else r for i, r in enumerate(results)]
         bindings = bind_symbols(self._inputs, tensors) if self.written_views else {}
         for view in self.written_views:
@@ -210,7 +210,7 @@ class Unit:
         return rebuilt
 
     def _as_view(self, index: int, result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A result that shares an input's memory, as a view of that input made outside the boundary.
+        """Return a result that shares an input's memory, as a view of that input made outside the boundary.
 
         So the user's in-place changes and gradients go through it as in eager. Whether it shares memory is known only
         at run time: a reshape may copy.
@@ -225,7 +225,7 @@ class Unit:
         return result
 
     def backward(self, has_cotangent: Flags, needs_grad: Flags) -> Backward:
-        """The backward program for these results and inputs.
+        """Return the backward program for these results and inputs.
 
         Args:
             has_cotangent: a flag per result.
@@ -248,12 +248,12 @@ class Unit:
 
 
 def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have the same elements in the same order."""
+    """Return whether two tensors of one storage have the same elements in the same order."""
     return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 def random_state(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[torch.device, torch.Tensor]]]:
-    """The states of the generators that forward samples from: the CPU's, and those of the GPUs of `tensors`."""
+    """Return the states of the generators that forward samples from: the CPU's, and those of the GPUs of `tensors`."""
     devices = {t.device for t in tensors if t.device.type == "cuda"}
     return torch.get_rng_state(), [(d, torch.cuda.get_rng_state(d)) for d in sorted(devices, key=str)]
 
@@ -353,7 +353,7 @@ def _backward(ctx: Any, cotangents: list[torch.Tensor | None], needs_grad: Flags
 def prepare_backward(
     ctx: Any, cotangents: list[torch.Tensor | None], needs_grad: Flags
 ) -> tuple[BackwardProgram, Iterator[Any], Sequence[int]]:
-    """The backward program for these cotangents, an iterator over its arguments, and its sizes.
+    """Return the backward program for these cotangents, an iterator over its arguments, and its sizes.
 
     The iterator holds no tensor that was read. The saved tensors are read here and passed to no other Python function:
     under a debugger, a tracer or torch.compile, the caller's frame would keep its arguments alive until backward ends.
@@ -369,7 +369,7 @@ def prepare_backward(
 
 
 def _saved(ctx: Any) -> Sequence[Any]:
-    """The values that forward kept, in order: tensors and Python objects."""
+    """Return the values that forward kept, in order: tensors and Python objects."""
     saved: Sequence[Any] = ctx.saved_tensors
     indices = ctx.call[0].contexts
     if not indices:

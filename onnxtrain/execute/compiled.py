@@ -57,7 +57,7 @@ class Compiled:
         return source.parts if isinstance(source, BackwardPrograms) else None
 
     def timeline(self, symbol_values: Mapping[str, int] | None = None) -> tuple[Timeline, Storages]:
-        """The planned memory of a step.
+        """Return the planned memory of a step.
 
         Args:
             symbol_values: the integer of each symbolic dimension; by default as in the call compiled for.
@@ -90,16 +90,16 @@ class Compiled:
         return tuple(regions.describe_regions(titles[name], part, storages) for name, part in parts.items())
 
     def results(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """The results of a call, as `output` takes them."""
+        """Return the results of a call, as `output` takes them."""
         unit = self.unit if self.units is None else self.units.unit(tensors)
         return unit(tensors)
 
     def output(self, results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """The module's output, from the results of a call on `tensors`."""
+        """Return the module's output, from the results of a call on `tensors`."""
         return self.captured.output.unflatten(results, _sizes(self.captured, tensors))
 
     def has_same_graph(self, captured: Captured) -> bool:
-        """Whether the capture of another module has this unit's graph."""
+        """Return whether the capture of another module has this unit's graph."""
         return self.units is None and self.captured.has_same_graph(captured)
 
     def for_module(self, captured: Captured, rerun: Rerun) -> Compiled:
@@ -110,7 +110,7 @@ class Compiled:
 
 
 def runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
-    """A function that runs a unit on the tensors of the capture's inputs and returns the module's output."""
+    """Return a function that runs a unit on the tensors of the capture's inputs and returns the module's output."""
     unflatten, apply = captured.output.unflatten, unit.apply
     if captured.sizes:
         return lambda *tensors: unflatten(unit(tensors), _sizes(captured, tensors))
@@ -126,6 +126,6 @@ def runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any]
 
 
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The sizes that forward returns as ints."""
+    """Return the sizes that forward returns as ints."""
     symbol_values = bind_symbols(captured.model.graph.inputs, tensors)
     return tuple(sizes.evaluate(size, symbol_values) for size in captured.sizes)

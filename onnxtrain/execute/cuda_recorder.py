@@ -24,19 +24,19 @@ _CAPTURE = threading.Lock()  # PyTorch allows one capture at a time in a process
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """The recorder for a unit on a device; None if nothing is recorded there."""
+    """Return the recorder for a unit on a device; None if nothing is recorded there."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def may_record(options: Options, device: torch.device) -> bool:
-    """Whether programs on a device are recorded, unless their nodes prevent it."""
+    """Return whether programs on a device are recorded, unless their nodes prevent it."""
     return options.cuda_graphs and options.memory_budget_bytes is None and recorder_for(device) is not None
 
 
 def recordings_for(
     captured: Captured, inputs: Sequence[torch.Tensor], options: Options, device: torch.device
 ) -> Recordings | None:
-    """The recordings of a unit under the option cuda_graphs; None if it is off, or on a CPU."""
+    """Return the recordings of a unit under the option cuda_graphs; None if it is off, or on a CPU."""
     recorder = recorder_for(device) if options.cuda_graphs else None
     if recorder is None:
         if options.cuda_graphs:

@@ -45,7 +45,7 @@ class IndependentBoundary:
         return results
 
     def reached(self, results: Iterable[int]) -> frozenset[int]:
-        """The inputs that the gradients of these results reach."""
+        """Return the inputs that the gradients of these results reach."""
         return frozenset().union(*(self._reached[i] for i in results))
 
 

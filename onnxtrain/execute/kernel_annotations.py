@@ -30,5 +30,5 @@ def annotate_kernels(graph: ir.Graph, options: Options, device: torch.device) ->
 
 
 def may_compile_in_background(options: Options) -> bool:
-    """Whether compiled C++ may replace operators as soon as it is built, in the middle of training."""
+    """Return whether compiled C++ may replace operators as soon as it is built, in the middle of training."""
     return options.kernels != "pytorch" and options.rng == "fast" and not torch.are_deterministic_algorithms_enabled()

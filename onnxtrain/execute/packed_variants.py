@@ -95,7 +95,7 @@ class PackedVariants:
         self._took_ms = (time.perf_counter() - start) * 1e3
 
     def attach(self, compiled: Compiled, module_name: str, rerun: Rerun, compile_packed: Compile) -> Compiled:
-        """A compiled module that runs each batch packed or dense; its report contains the plan.
+        """Return a compiled module that runs each batch packed or dense; its report contains the plan.
 
         Args:
             compiled: the dense module.
@@ -111,7 +111,7 @@ class PackedVariants:
         return replace(compiled, report=report, run=run)
 
     def _if_profitable(self, plan: PackingPlan | None, device: torch.device) -> PackingPlan | None:
-        """The plan; None if packed attention would wait for the GPU in each layer."""
+        """Return the plan; None if packed attention would wait for the GPU in each layer."""
         if plan is None or device.type == "cpu" or self._options.skip_padding == "always":
             return plan
         waiting = waits_for_lengths(plan, device)
@@ -123,7 +123,7 @@ class PackedVariants:
         return None
 
     def _may_fill(self, plan: PackingPlan, device: torch.device) -> bool:
-        """Whether the number of tokens is rounded up, to need few recordings."""
+        """Return whether the number of tokens is rounded up, to need few recordings."""
         if not may_record(self._options, device):
             return False
         waiting = waits_for_lengths(plan, device)
@@ -137,7 +137,7 @@ class PackedVariants:
         return not refused
 
     def _stage(self) -> StageReport:
-        """The plan, for the report."""
+        """Return the plan, for the report."""
         report = PassReport("pack_tokens", self._took_ms, tuple(self._changes.applied), tuple(self._changes.refused))
         applied = tuple(f"{report.name}: {text}" for text in report.applied)
         return StageReport("pack", self._took_ms, len(self._model.graph), applied, report.refused, (report,))
@@ -145,7 +145,7 @@ class PackedVariants:
     def _runner(
         self, plan: PackingPlan, dense: Compiled, module_name: str, rerun: Rerun, compile_packed: Compile
     ) -> Callable[..., Any]:
-        """A function that runs each batch packed, or by `dense`."""
+        """Return a function that runs each batch packed, or by `dense`."""
         kept_tokens, units, sources = self._check.kept_tokens, self._units, self._sources
         results = plan.results()
         reads = PaddingReads(results, self._captured.output.names, module_name)
@@ -179,7 +179,7 @@ class PackedVariants:
         return run
 
     def _zeros_note(self, results: Collection[int]) -> str:
-        """The part of the log message about results that have zeros in padding."""
+        """Return the part of the log message about results that have zeros in padding."""
         names = ", ".join(self._captured.output.names[index] for index in results)
         return f"; the loss does not read the padding of {names}, which is zeros then" if names else ""
 
@@ -210,7 +210,7 @@ class PackedVariants:
 
 
 def waits_for_lengths(plan: PackingPlan, device: torch.device) -> ir.Node | None:
-    """The first attention of a plan that, once packed, reads the sequence lengths on the host."""
+    """Return the first attention of a plan that, once packed, reads the sequence lengths on the host."""
     for node in (*plan.attentions, *plan.few_queries):
         n = view(node)
         if not flash_runs(device.type, n.q, n.k, n.v) or split_mask(node).table is not None:

@@ -53,7 +53,7 @@ class KeptTokens(NamedTuple):
     cu_filled: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The inputs that a packed program takes in addition to the batch."""
+        """Return the inputs that a packed program takes in addition to the batch."""
         return (self.rows, self.cu) if self.cu_filled is None else (self.rows, self.cu, self.cu_filled)
 
     def to(self, device: torch.device) -> KeptTokens:
@@ -94,7 +94,7 @@ class PackingCheck:
     fills: bool = False
 
     def kept_tokens(self, tensors: Sequence[Tensor], batch: int, steps: int) -> KeptTokens | None:
-        """The kept tokens; None if the batch has to run unpacked.
+        """Return the kept tokens; None if the batch has to run unpacked.
 
         Args:
             tensors: the batch.
@@ -131,7 +131,7 @@ class PackingCheck:
         return KeptTokens(filled, cu, causal, torch.where(cu == count, num_rows, cu)).to(tensors[0].device)
 
     def _read_rows(self, values: Iterator[Tensor], batch: int, steps: int) -> Tensor:
-        """The rows that are read after the packed nodes, bool [batch, steps]."""
+        """Return the rows that are read after the packed nodes, bool [batch, steps]."""
         read = torch.zeros(batch, steps, dtype=torch.bool)
         for reader in self.readers:
             if reader.kind == "result":
@@ -152,7 +152,7 @@ class PackingCheck:
         return read
 
     def _keeps(self, all_visible: Sequence[Tensor], read: Tensor) -> Tensor:
-        """The rows that are read, and the columns that masks show to them or to the few queries of a sequence.
+        """Return the rows that are read, and the columns that masks show to them or to the few queries of a sequence.
 
         The user may read any row of a result that is not padding: then the columns that masks show to any row are kept.
         """
@@ -165,7 +165,7 @@ class PackingCheck:
         return keeps
 
     def _is_causal(self, values: Sequence[Tensor | None], all_visible: Sequence[Tensor], keeps: Tensor) -> bool | None:
-        """Whether all masks are causal (True) or all show every kept column (False); None if neither."""
+        """Return whether all masks are causal (True) or all show every kept column (False); None if neither."""
         common: set[bool] = set()
         for mask, value, visible in zip(self.masks, values, all_visible, strict=True):
             kinds = _kinds(mask, value, visible, keeps)
@@ -179,7 +179,7 @@ class PackingCheck:
 
 
 def _flat_indices(selected: Tensor) -> Tensor:
-    """The flat indices of the True elements of [batch, steps]."""
+    """Return the flat indices of the True elements of [batch, steps]."""
     return selected.flatten().nonzero().flatten()
 
 
@@ -204,7 +204,7 @@ def _zeros_like(tensor: Tensor) -> Tensor:
 
 
 def _visible(mask: Mask, value: Tensor | None, steps: int) -> Tensor | None:
-    """True where a row sees a column, [b, h, l, s]; None if the mask also changes visible scores."""
+    """Return True where a row sees a column, [b, h, l, s]; None if the mask also changes visible scores."""
     if value is None:
         visible = torch.ones(1, 1, 1, steps, dtype=torch.bool)
     else:
@@ -217,12 +217,12 @@ def _visible(mask: Mask, value: Tensor | None, steps: int) -> Tensor | None:
 
 
 def _triangle(steps: int) -> Tensor:
-    """True up to the diagonal, [steps, steps]."""
+    """Return True up to the diagonal, [steps, steps]."""
     return torch.ones(steps, steps, dtype=torch.bool).tril_()
 
 
 def _kinds(mask: Mask, value: Tensor | None, visible: Tensor, keeps: Tensor) -> set[bool]:
-    """The kinds that a mask fits: False if each kept row sees every kept column, True if those up to its own."""
+    """Return the kinds that a mask fits: False if each kept row sees every kept column, True if those up to its own."""
     if mask.indexes_table and (keeps[:, 1:] > keeps[:, :-1]).any():
         return set()
     columns = keeps[:, None, None, :]
@@ -238,7 +238,7 @@ def _kinds(mask: Mask, value: Tensor | None, visible: Tensor, keeps: Tensor) -> 
 
 
 def _fully_masked_is_zero(mask: Mask, value: Tensor | None) -> bool:
-    """Whether the attention output of a fully masked row is 0, and not NaN or the mean of all columns."""
+    """Return whether the attention output of a fully masked row is 0, and not NaN or the mean of all columns."""
     if value is None:
         return True  # no row is fully masked
     infinite = mask.fill == -torch.inf if value.dtype == torch.bool else bool((value.isneginf() | (value == 0)).all())

@@ -105,7 +105,7 @@ class PaddingReads:
 
 
 def _any_in_padding(gradient: torch.Tensor, axes: Axes, rows: torch.Tensor) -> torch.Tensor:
-    """Whether any element outside `rows` of [batch, steps] is not 0: a bool []."""
+    """Return whether any element outside `rows` of [batch, steps] is not 0: a bool []."""
     by_token = gradient.permute(permutation_to_front(gradient.dim(), axes)).flatten(0, 1)
     read = (by_token != 0).flatten(1).any(1) if by_token.dim() > 1 else by_token != 0
     return read.index_fill(0, rows, False).any()

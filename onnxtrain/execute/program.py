@@ -360,7 +360,7 @@ class _Writer:
     # Values
 
     def _tensor(self, value: ir.Value) -> str:
-        """The source of a tensor: a local, a constant, or a size converted to a tensor."""
+        """Return the source of a tensor: a local, a constant, or a size converted to a tensor."""
         if value in self._host:
             convert = self._global("sizes_on_device", sizes_on_device)
             return f"{convert}({self._literal(self._host[value])}, {self._literal(DEVICE)})"
@@ -381,7 +381,7 @@ class _Writer:
         return self._names[value]
 
     def _fresh(self, base: str) -> str:
-        """A name that the source does not use yet, from `base`."""
+        """Return a name that the source does not use yet, from `base`."""
         base = re.sub(r"\W", "_", base)
         if not base or base[0].isdigit() or keyword.iskeyword(base):
             base = f"v_{base}"
@@ -443,7 +443,7 @@ class _Writer:
         return self._global("kernel" if name == "<lambda>" else name, function)
 
     def _global(self, base: str, target: Any) -> str:
-        """The name of a Python object among the source's globals."""
+        """Return the name of a Python object among the source's globals."""
         name = self._globals.get(id(target))
         if name is None:
             name = self._globals[id(target)] = self._fresh(base)
@@ -452,7 +452,7 @@ class _Writer:
 
 
 def _is_host(node: ir.Node, part: Part) -> bool:
-    """Whether a node is size arithmetic, done on Python ints."""
+    """Return whether a node is size arithmetic, done on Python ints."""
     return bool(node.outputs) and part.host.issuperset(node.outputs)
 
 
@@ -460,7 +460,7 @@ _IN_PLACE = {"+": "add_", "-": "sub_", "*": "mul_", "/": "div_"}
 
 
 def _in_place(call: Call) -> Call | None:
-    """The call that overwrites its first argument with the result; None if there is none."""
+    """Return the call that overwrites its first argument with the result; None if there is none."""
     if not call.args or not isinstance(call.args[0], _Ref):
         return None
     if isinstance(call, InPlaceCapableCall):
@@ -490,7 +490,7 @@ def _origin(node: ir.Node) -> str:
 
 
 def _shares_constant(value: ir.Value) -> bool:
-    """Whether a value is a constant or may be a view of one."""
+    """Return whether a value is a constant or may be a view of one."""
     node, source = value.producer(), value
     while node is not None:
         viewed = view_source(node, source.index() or 0, definition_of(node))
@@ -512,7 +512,7 @@ def _scalar(value: ir.Value) -> Any:
 
 
 def constant_tensor(value: ir.Value) -> torch.Tensor:
-    """A constant of the graph as a torch tensor of its element type."""
+    """Return a constant of the graph as a torch tensor of its element type."""
     assert value.const_value is not None
     tensor = value.meta.get("tensor")
     if isinstance(tensor, torch.Tensor):

@@ -65,7 +65,7 @@ class Recorder(Protocol):
     """Records programs of one unit, to replay them."""
 
     def is_busy(self) -> bool:
-        """Whether the caller is recording now."""
+        """Return whether the caller is recording now."""
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Enter a section in which no other recording of this recorder runs, on any thread or stream."""
@@ -88,7 +88,7 @@ class NotRecordedError(RuntimeError):
 
 
 def why_never(node: ir.Node) -> str:
-    """Why no program with this node is recorded, on any device; empty if there is no reason."""
+    """Return why no program with this node is recorded, on any device; empty if there is no reason."""
     definition = definition_of(node)
     reason = next((reason for effect, reason in _REASONS.items() if effect in definition.effects), "")
     if not reason and Effects.RANDOM in definition.effects and isinstance(definition.body, NoBody):
@@ -113,12 +113,12 @@ class Recordings:
     why_not: str = ""
 
     def refusals(self, parts: Iterable[Part]) -> list[Refusal]:
-        """The reasons, known before they run, why parts are not recorded."""
+        """Return the reasons, known before they run, why parts are not recorded."""
         refusals = (self.refusal(part) for part in parts)
         return list(dict.fromkeys(refusal for refusal in refusals if refusal is not None))
 
     def refusal(self, part: Part) -> Refusal | None:
-        """The reason why a part is not recorded; None if it is."""
+        """Return the reason why a part is not recorded; None if it is."""
         if self.why_not:
             return Refusal(_NAME, "all programs", self.why_not)
         for node in part.nodes:
@@ -139,7 +139,7 @@ class Recordings:
 
 
 def _reads_on_host(node: ir.Node, part: Part, device: torch.device) -> bool:
-    """Whether a node reads elements of a device tensor as Python scalars."""
+    """Return whether a node reads elements of a device tensor as Python scalars."""
     definition = definition_of(node)
     if node.outputs and part.host.issuperset(node.outputs):
         read = [v for i, v in enumerate(node.inputs) if definition.input_name(i) not in definition.shape_only_inputs]
@@ -179,7 +179,7 @@ class RecordedProgram:
         return self._ordinary(drain(tensors), sizes_in)
 
     def _recording(self, tensors: Sequence[torch.Tensor], sizes_in: Sequence[int]) -> Recording | None:
-        """The recording for a call, made after `CALLS` calls of its sizes; None if the call runs the program."""
+        """Return the recording for a call, made after `CALLS` calls of its sizes; None if the call runs the program."""
         key = tuple([(t.shape, t.stride()) for t in tensors]), tuple(sizes_in)
         entry = self.entries[key] = self.entries.pop(key, 0)
         if isinstance(entry, Recording):
@@ -325,7 +325,7 @@ class _ResultLayout:
     def _alias(
         self, index: int, tensor: torch.Tensor, caller_argument: torch.Tensor, argument: torch.Tensor
     ) -> Output | None:
-        """A result that shares an argument's memory, as a view of the caller's; None for any other."""
+        """Return a result that shares an argument's memory, as a view of the caller's; None for any other."""
         if tensor is argument:
             self.aliased.add(index)
             return lambda aliased, copies: aliased[index]
@@ -337,7 +337,10 @@ class _ResultLayout:
         return lambda aliased, copies: aliased[index].as_strided(size, stride, aliased[index].storage_offset() + offset)
 
     def _copy(self, tensor: torch.Tensor) -> Output:
-        """A result that is copied. Results that share memory share the copy: changes of one show in the other."""
+        """Return a result that is copied.
+
+        Results that share memory share the copy: changes of one show in the other.
+        """
         storage = storage_id(tensor)
         sharing = self._sharing[storage]
         keeps_strides = torch.empty_like(tensor).stride() == tensor.stride()  # a clone has the same strides then
@@ -358,6 +361,6 @@ class _ResultLayout:
 
 
 def _flat_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor, as a flat tensor."""
+    """Return the whole storage of a tensor, as a flat tensor."""
     storage = tensor.untyped_storage()
     return tensor.new_empty(0).set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))

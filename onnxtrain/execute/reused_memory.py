@@ -59,7 +59,7 @@ def reuse_memory(program: Program) -> None:
 
 
 def _has_large(part: Part) -> bool:
-    """Whether a tensor is large, or may be: dynamic sizes count as moderately large."""
+    """Return whether a tensor is large, or may be: dynamic sizes count as moderately large."""
     read = (v for node in part.nodes for v in node.inputs if v is not None and v not in part.host)
     return any(math.prod(map(_expected_size, sizes.dims_of(v))) * dtype_of(v).itemsize >= _LEAST for v in read)
 

@@ -49,7 +49,7 @@ class SizedUnits:
         self._lock = threading.Lock()
 
     def unit(self, tensors: Sequence[torch.Tensor]) -> Unit:
-        """The unit for a call.
+        """Return the unit for a call.
 
         Raises:
             MemoryBudgetError: no choice meets the budget at these sizes.
@@ -63,7 +63,7 @@ class SizedUnits:
         return unit
 
     def _planned_unit(self, symbol_values: dict[str, int]) -> Unit | None:
-        """The unit for the smallest planned sizes that are large enough; None if there is none."""
+        """Return the unit for the smallest planned sizes that are large enough; None if there is none."""
         fitting = [(sum(most.values()), unit) for most, unit in self._planned if _covers(most, symbol_values)]
         return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 

@@ -66,7 +66,7 @@ class UnitBuilder:
         return self.differentiation.forward.graph.name or "module"
 
     def program(self, part: Part, title: str) -> Program:
-        """The program of a part; it may be recorded, fused or compiled while it is in use."""
+        """Return the program of a part; it may be recorded, fused or compiled while it is in use."""
         program = self._program(part, title, self.layout)
         is_recorded = self.recordings is not None and self.recordings.watch(program) is not None
         if is_recorded or not may_compile_in_background(self.options):
@@ -78,7 +78,7 @@ class UnitBuilder:
         return program
 
     def not_recorded(self, unit: Unit) -> list[Refusal]:
-        """The programs of a unit that the option cuda_graphs does not record, with reasons."""
+        """Return the programs of a unit that the option cuda_graphs does not record, with reasons."""
         if self.recordings is None:
             return []
         source = unit.backward_source
@@ -86,12 +86,12 @@ class UnitBuilder:
         return self.recordings.refusals([unit.forward.part, *backward])
 
     def inference_unit(self) -> Unit:
-        """The unit of the forward graph alone."""
+        """Return the unit of the forward graph alone."""
         program = self.program(single_part(self.differentiation.forward), "inference")
         return self._unit(program, (False,) * self.captured.result_count)
 
     def training_unit(self, joint: Joint, choice: RecomputeChoice) -> Unit:
-        """The unit of a joint graph to which `choice` has been applied (`apply_choice`).
+        """Return the unit of a joint graph to which `choice` has been applied (`apply_choice`).
 
         Raises:
             CaptureError: forward writes a value that has a gradient into an input, or backward reads an overwritten
@@ -114,7 +114,10 @@ class UnitBuilder:
         return self._unit(forward, differentiable, backward, parts, boundary, unreached)
 
     def _independent_boundary(self, joint: Joint, parts: Cut) -> IndependentBoundary | None:
-        """A boundary with a backward for each group of results that share nothing; None if there is one group."""
+        """Return a boundary with a backward for each group of results that share nothing.
+
+        None if there is one group.
+        """
         results, reached = independent_results(joint, parts)
         return IndependentBoundary(results, reached, self.differentiation.wrt) if results else None
 
@@ -129,7 +132,7 @@ class UnitBuilder:
                 )
 
     def _groups(self, parts: Cut, early: bool) -> Groups:
-        """The gradients that each stage of backward returns; () if all are returned at its end."""
+        """Return the gradients that each stage of backward returns; () if all are returned at its end."""
         if not early:
             return ()
         if reason := why_not_staged(parts, self.views):
@@ -222,7 +225,7 @@ class BackwardPrograms:
         return apply_choice(self._builder.differentiation.optimized(has_cotangent), self._choice)
 
     def _forward_keeps_all(self, parts: Cut) -> bool:
-        """Whether the forward program keeps every tensor and size that this backward reads."""
+        """Return whether the forward program keeps every tensor and size that this backward reads."""
         tensors = {v.name for v in self._all_parts.kept}
         sizes = {v.name for v in self._all_parts.sizes}
         return {v.name for v in parts.kept} <= tensors and {v.name for v in parts.sizes} <= sizes

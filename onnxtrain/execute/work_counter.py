@@ -32,7 +32,10 @@ class WorkCounter:
         self._symbol_values: dict[str, int] = {}
 
     def __call__(self, model: ir.Model) -> Work:
-        """The work of one run of a graph. Data-dependent dimensions are found by running the nodes they depend on."""
+        """Return the work of one run of a graph.
+
+        Data-dependent dimensions are found by running the nodes they depend on.
+        """
         graph = model.graph
         for value, tensor in zip(graph.inputs, self._inputs, strict=False):  # a joint graph has cotangents too
             for size, length in zip(sizes.dims_of(value), tensor.shape, strict=True):

@@ -85,7 +85,7 @@ _GRAPHS: Counter[Path] = Counter()  # the number of graphs saved under each path
 
 
 def _with_own_prefix(options: Options) -> Options:
-    """The options with a path prefix for this graph alone, so that its files do not overwrite those of other graphs."""
+    """Return the options with a path prefix for this graph alone, to not overwrite files of other graphs."""
     if options.save_graphs is None:
         return options
     prefix = options.save_graphs.absolute()
@@ -94,12 +94,12 @@ def _with_own_prefix(options: Options) -> Options:
 
 
 def reports() -> list[CompileReport]:
-    """The report of the newest capture of each graph in use, oldest graph first."""
+    """Return the report of the newest capture of each graph in use, oldest graph first."""
     return [engine.newest().report for engine in list(_ENGINES.values()) if engine.captures]
 
 
 def captures() -> int:
-    """The number of captures made for the graphs in use."""
+    """Return the number of captures made for the graphs in use."""
     return sum(engine.captures for engine in list(_ENGINES.values()))
 
 
@@ -107,7 +107,7 @@ def captures() -> int:
 
 
 def pieces(options: Options) -> Callable[[Call], Call]:
-    """A function that compiles another: its graphs run in this backend, and Python runs between them."""
+    """Return a function that compiles another: its graphs run in this backend, and Python runs between them."""
 
     def compile_pieces(function: Call) -> Call:
         compiled = torch.compile(function, backend=_backend_with(options))
@@ -124,7 +124,10 @@ def pieces(options: Options) -> Callable[[Call], Call]:
 
 @functools.lru_cache(maxsize=64)
 def _backend_with(options: Options) -> Callable[..., Call]:
-    """A backend with these options. Equal options give the same object: torch.compile recompiles for another one."""
+    """Return a backend with these options.
+
+    Equal options give the same object: torch.compile recompiles for another one.
+    """
 
     def onnxtrain(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Call:
         return _callable_for(graph, options, is_piece=True)

@@ -76,7 +76,10 @@ class _Entry:
         return self.compiled.captured.guards.suggestion(tensors) if self.compiled is not None else None
 
     def adopts(self, captured: Captured, module: torch.nn.Module) -> bool:
-        """Whether `captured`, of `module` in its present state, is the same graph; if so, extend the guards to it."""
+        """Return whether `captured`, of `module` in its present state, is the same graph.
+
+        If so, extend the guards to it.
+        """
         if self.compiled is None or self.compiled.captured.output != captured.output:
             return False
         if not self.compiled.captured.guards.adopt(captured.guards):
@@ -108,7 +111,7 @@ class _Fallback:
 
 
 def _always_missed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type[Missed]:
-    """A fast path that takes no call."""
+    """Return a fast path that takes no call."""
     return Missed
 
 
@@ -178,7 +181,7 @@ class Engine:
         self.captures = 0
 
     def newest(self) -> Compiled:
-        """The newest compiled unit. Raises RuntimeError before the first one."""
+        """Return the newest compiled unit. Raises RuntimeError before the first one."""
         if self._newest is None:
             raise RuntimeError("the module is not compiled yet: call it once first")
         return self._newest
@@ -220,7 +223,7 @@ class Engine:
         return entry.compiled.run(*inputs)
 
     def _find(self, key: Any, tensors: list[torch.Tensor]) -> tuple[_Entry | None, list[torch.Tensor]]:
-        """The entry for a call, and its unit's inputs: the module's tensors and the call's."""
+        """Return the entry for a call, and its unit's inputs: the module's tensors and the call's."""
         entries = self._entries.get(key, [])
         for position, entry in enumerate(entries):
             inputs = entry.state.read(self._module)
@@ -299,7 +302,7 @@ class Engine:
             raise (first if isinstance(first, ORTModuleFallbackException) else error) from None
 
     def _is_same_graph(self, entry: _Entry, first: Captured | ORTModuleFallbackException) -> bool:
-        """Whether the first call is the same graph, at all sizes, as the later calls, which run by `entry`."""
+        """Return whether the first call is the same graph, at all sizes, as the later calls, which run by `entry`."""
         if isinstance(first, ORTModuleFallbackException):
             return False
         assert entry.compiled is not None
@@ -414,7 +417,7 @@ class Engine:
     def _fall_back(
         self, key: Any, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> _Fallback:
-        """The fallback of a call; later calls with this key take it too, unless `fallback_retry` is set.
+        """Return the fallback of a call; later calls with this key take it too, unless `fallback_retry` is set.
 
         Raises:
             ORTModuleFallbackException: the error, if the policy forbids a fallback.
@@ -433,7 +436,10 @@ class Engine:
     def _pieces(
         self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Call | None:
-        """A function that runs the module in pieces; None if that is switched off, or no part of it can be captured."""
+        """Return a function that runs the module in pieces.
+
+        None if that is switched off, or no part of it can be captured.
+        """
         if self._entry_point.pieces is None or not self._options.pieces:
             return None
         # generate() fills a cache: PyTorch is faster than finding pieces. Each piece would change a parameter again.
@@ -505,7 +511,7 @@ class _CalledBy(torch.nn.Module):
 
 
 def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure, captured: Captured) -> Rerun:
-    """A function that runs the module in PyTorch on tensors in the order of the capture's inputs."""
+    """Return a function that runs the module in PyTorch on tensors in the order of the capture's inputs."""
     inputs = sum(s.kind == "input" for s in captured.sources)
     own = [s for s in captured.sources if s.kind != "input"]
     subject, prefix = (module, "") if in_torch is None else (_CalledBy(module, in_torch), "module.")

@@ -70,7 +70,7 @@ class ForwardOfWrapper:
 
 
 def _with_signature(function: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function of (self, *args, **kwargs) with the signature of a bound method."""
+    """Return a copy of a function of (self, *args, **kwargs) with the signature of a bound method."""
     copied = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, closure=function.__closure__
     )
@@ -264,7 +264,7 @@ class ORTModule(torch.nn.Module):
 
 
 def engine_of(module: ORTModule) -> Engine:
-    """The engine that captures, compiles and runs the module. A method could hide one of the wrapped module."""
+    """Return the engine that captures, compiles and runs the module. A method could hide one of the wrapped module."""
     engine: Engine = module.__dict__["_engine"]
     return engine
 
@@ -302,7 +302,7 @@ def _is_method(value: Any) -> bool:
 
 
 def _runs_on_wrapper(value: Any, module: torch.nn.Module) -> bool:
-    """Whether a value is a user-defined method that can be bound to the wrapper.
+    """Return whether a value is a user-defined method that can be bound to the wrapper.
 
     `super()` requires the module itself, and so does `type(self)`, as in the `generate` of transformers.
     """
@@ -316,7 +316,7 @@ def _runs_on_wrapper(value: Any, module: torch.nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _reads_own_class(code: types.CodeType) -> bool:
-    """Whether a method calls `super()` or `type(self)`."""
+    """Return whether a method calls `super()` or `type(self)`."""
     if "__class__" in code.co_freevars:
         return True
     if "type" not in code.co_names or not code.co_argcount:
@@ -349,7 +349,7 @@ def _warn_of_collisions(wrapper: ORTModule, module: torch.nn.Module) -> None:
 
 
 def _accepts_same_arguments(override: Any, name: str) -> bool:
-    """Whether a method accepts the positional arguments of nn.Module's method of this name."""
+    """Return whether a method accepts the positional arguments of nn.Module's method of this name."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(getattr(torch.nn.Module, name)).parameters.values()

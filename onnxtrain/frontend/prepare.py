@@ -91,7 +91,7 @@ def unprepare(model: M) -> M:
 
 
 def report_of(model: torch.nn.Module) -> PrepareReport:
-    """How a model was prepared, and what has been compiled for it so far.
+    """Return how a model was prepared, and what has been compiled for it so far.
 
     Raises:
         OptionError: the model is not prepared.
@@ -119,7 +119,7 @@ def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, RegionForward]]:
 def _choose_regional(
     regional: Regional, model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]
 ) -> tuple[bool, str]:
-    """Whether to prepare the model block by block, and the reason."""
+    """Return whether to prepare the model block by block, and the reason."""
     if regional not in (True, False, "auto"):
         where = f"prepare({type(model).__name__}, regional=)"
         raise OptionError("The value of regional is invalid.", where, "True, False or 'auto'", repr(regional))

@@ -161,7 +161,10 @@ def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _to(value: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of a tensor on the same device, a floating one cast to `dtype`. Anything else is returned as it is."""
+    """Return a copy of a tensor on the same device, a floating one cast to `dtype`.
+
+    Anything else is returned as it is.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     copied = value.detach().clone()
@@ -185,7 +188,7 @@ class _Side:
         self._args, self._kwargs = pytree.tree_map(lambda value: _to(value, dtype), (args, kwargs))
 
     def run(self) -> dict[str, torch.Tensor]:
-        """The outputs and gradients by name."""
+        """Return the outputs and gradients by name."""
         with torch.random.fork_rng(_gpus(self._module)):
             torch.manual_seed(_SEED)
             leaves, structure = flatten_output(self._run(*self._args, **self._kwargs))
@@ -215,7 +218,7 @@ def _differentiable(
 
 
 def _cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same values for each side, whatever its dtype: one for a scalar loss, random values elsewhere."""
+    """Return the same values for each side, whatever its dtype: one for a scalar loss, random values elsewhere."""
     generator = torch.Generator().manual_seed(_SEED)
     cotangents = []
     for output in outputs:
@@ -256,7 +259,7 @@ def _largest(tensors: Iterator[torch.Tensor]) -> float:
 def _first_operator(
     captured: Captured, module: torch.nn.Module, tensors: Sequence[torch.Tensor]
 ) -> FirstOperator | None:
-    """The first node of the joint graph whose result is off, among the values that the exported graph has too."""
+    """Return the first node of the joint graph whose result is off, among values that the exported graph also has."""
     exported = captured.guards.exported
     if exported is None or any(source.kind in ("part", "outside") for source in captured.sources):
         return None
@@ -291,7 +294,7 @@ def _own_tensors(captured: Captured, module: torch.nn.Module) -> dict[str, torch
 def _values_in_torch(
     exported: Proof, captured: Captured, inputs: Sequence[torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Each value of the exported graph as PyTorch computes it, and its gradient as `grad_<value>`."""
+    """Return each value of the exported graph as PyTorch computes it, and its gradient as `grad_<value>`."""
     own = {s.name: _to(t, dtype) for s, t in zip(captured.sources, inputs, strict=True) if s.kind != "input"}
     call_arguments = iter([_to(t, dtype) for s, t in zip(captured.sources, inputs, strict=True) if s.kind == "input"])
     constants = iter([_to(t, dtype) for t in exported.constants])
@@ -337,7 +340,7 @@ class _Recorder(torch.fx.Interpreter):
 def _values_of_graph(
     captured: Captured, inputs: Sequence[torch.Tensor], wrt: Sequence[bool], eager: Mapping[str, torch.Tensor]
 ) -> tuple[list[ir.Node], dict[str, torch.Tensor]]:
-    """The nodes of the optimized joint graph, and its values."""
+    """Return the nodes of the optimized joint graph, and its values."""
     model = traversal.with_graph(captured.model, traversal.clone(captured.model.graph)[0])
     results = captured.result_count
     is_result = [i < results for i in range(len(model.graph.outputs))]

@@ -86,7 +86,7 @@ def throttled() -> Iterator[None]:
 
 
 def process_groups() -> list[int]:
-    """The ids of the process groups of all running children."""
+    """Return the ids of the process groups of all running children."""
     with _lock:
         return [child.pid for child in _running if child.returncode is None]
 

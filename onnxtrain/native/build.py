@@ -25,7 +25,7 @@ class BuildError(Exception):
 
 
 def build(name: str, source: str, ticket: background.Ticket, *, torch_headers: bool = False) -> Path:
-    """The file of the compiled source, from the cache or newly compiled. Not for the main thread: it may take long.
+    """Return the compiled file, from the cache or newly compiled. Not for the main thread: it may take long.
 
     Args:
         name: the prefix of the file name.
@@ -56,7 +56,7 @@ def build(name: str, source: str, ticket: background.Ticket, *, torch_headers: b
 
 
 def require_compiler(purpose: str) -> compiler.Compiler:
-    """The machine's compiler. If it is missing, one warning says what to install.
+    """Return the machine's compiler. If it is missing, one warning says what to install.
 
     Args:
         purpose: the code that it compiles, for the error.
@@ -81,7 +81,7 @@ def require_compiler(purpose: str) -> compiler.Compiler:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether this is a library whose digest is right, and which belongs to this user or root."""
+    """Return whether this is a library whose digest is right, and which belongs to this user or root."""
     try:
         data = path.read_bytes()
         owner = path.stat().st_uid

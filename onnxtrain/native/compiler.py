@@ -34,7 +34,7 @@ class Compiler:
 
 
 def flags(*, torch_headers: bool = False) -> Sequence[str]:
-    """The flags for all sources; with `torch_headers`, also those for the headers of this PyTorch and Python."""
+    """Return the flags for all sources; with `torch_headers`, also those for the headers of this PyTorch and Python."""
     x86 = current_machine().architecture in ("x86_64", "AMD64")
     return (*_FLAGS, "-march=native" if x86 else "-mcpu=native", *(_for_torch() if torch_headers else ()))
 
@@ -53,13 +53,13 @@ def _for_torch() -> Sequence[str]:
 
 
 def has_torch_headers() -> bool:
-    """Whether the headers of Python, which are often a separate package (python3-dev), and of PyTorch are installed."""
+    """Return whether the headers of PyTorch and of Python (often a separate package, python3-dev) are installed."""
     python_header = Path(sysconfig.get_path("include"), "Python.h")
     return python_header.exists() and (Path(torch.__file__).parent / "include/torch").exists()
 
 
 def find() -> Compiler | None:
-    """The first of the machine's compilers that runs; None if none does.
+    """Return the first of the machine's compilers that runs; None if none does.
 
     Starts a process, which takes some milliseconds.
     """

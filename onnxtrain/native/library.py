@@ -22,12 +22,15 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": c
 
 
 def read_sources(*names: str) -> str:
-    """The concatenation of the named files of this folder."""
+    """Return the concatenation of the named files of this folder."""
     return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
 
 
 def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
-    """The addresses of the tensors' data; None is a null pointer. The caller keeps the tensors alive meanwhile."""
+    """Return the addresses of the tensors' data; None is a null pointer.
+
+    The caller keeps the tensors alive meanwhile.
+    """
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
@@ -78,7 +81,7 @@ class Library:
                 self._thread.start()
 
     def is_ready(self) -> bool | None:
-        """Whether the functions are loaded; None if they never will be."""
+        """Return whether the functions are loaded; None if they never will be."""
         return None if self.failure is not None else self.functions is not None
 
     def wait(self, seconds: float | None = None) -> bool:

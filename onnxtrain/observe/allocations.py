@@ -58,7 +58,7 @@ class Recording:
     ranges: tuple[Range, ...]
 
     def range(self, name: str) -> Range:
-        """The first range with this name."""
+        """Return the first range with this name."""
         return next(r for r in self.ranges if r.name == name)
 
 
@@ -133,7 +133,7 @@ def _allocations(events: Iterable[dict[str, Any]], spans: Sequence[Range]) -> li
 
 
 def _innermost(spans: Sequence[Range], starts: Sequence[float], time: float) -> str:
-    """The name of the last span that started before `time` and ends after it; "" without one."""
+    """Return the name of the last span that started before `time` and ends after it; "" without one."""
     for index in range(bisect.bisect_right(starts, time) - 1, -1, -1):
         if spans[index].end >= time:
             return spans[index].name
@@ -141,7 +141,7 @@ def _innermost(spans: Sequence[Range], starts: Sequence[float], time: float) -> 
 
 
 def peak_bytes(allocations: Iterable[Allocation]) -> int:
-    """The peak of bytes held at once, relative to the start of the recording."""
+    """Return the peak of bytes held at once, relative to the start of the recording."""
     changes = [(one.start, one.bytes) for one in allocations if one.start is not None]
     changes += [(one.end, -one.bytes) for one in allocations if one.end is not None]
     live, peak = 0, 0

@@ -70,7 +70,7 @@ class DensityWatch:
 
 
 def densities(captured: Captured, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The density of each tensor of a call that may have elements that do not count, in words."""
+    """Return the density of each tensor of a call that may have elements that do not count, in words."""
     return [_density(measure, tensors[measure.index]) for measure in _measures(captured)]
 
 

@@ -63,7 +63,7 @@ class Chart:
 
 
 def cells(group: TensorGroup) -> tuple[str, ...]:
-    """The row of a group in the table of tensors, by COLUMNS."""
+    """Return the row of a group in the table of tensors, by COLUMNS."""
     sizes = f"{group.dtype} {'×'.join(map(str, group.shape)) or 'scalar'}"
     lifetime = f"{group.held_for}, {group.status}" if group.status == "recomputed" else group.held_for
     return (

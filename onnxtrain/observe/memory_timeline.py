@@ -122,7 +122,7 @@ def as_bytes(count: float) -> str:
 
 
 def legend(timelines: Sequence[MemoryTimeline]) -> str:
-    """The legend of the bands in these charts, as HTML."""
+    """Return the legend of the bands in these charts, as HTML."""
     present = [any(s.bytes_by_band[band] for t in timelines for s in t.intervals) for band in range(len(BANDS))]
     items = [
         f'<span style="--band: var(--b{band})">{escape(name)}</span>'
@@ -234,5 +234,5 @@ def _peak(timeline: MemoryTimeline, across: Callable[[float], float], down: Call
 
 
 def held_by_band(amounts: Mapping[str, int]) -> tuple[int, ...]:
-    """The bytes of each band, in the order of BANDS."""
+    """Return the bytes of each band, in the order of BANDS."""
     return tuple(amounts.get(name, 0) for name in BANDS)

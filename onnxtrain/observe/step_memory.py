@@ -38,7 +38,7 @@ _WARMUP_STEPS = 2  # they compile and create the optimizer's state
 
 
 def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str, int]) -> MemoryTimeline:
-    """The timeline of a plan, without shape arithmetic.
+    """Return the timeline of a plan, without shape arithmetic.
 
     Gradients are held until the end, also those released earlier: `.grad` then holds them.
 
@@ -70,20 +70,20 @@ def predicted(title: str, plan: Timeline, storages: Storages, state: Mapping[str
 
 
 def activations_of(plan: Timeline) -> int:
-    """The peak of a plan without its gradients, in bytes."""
+    """Return the peak of a plan without its gradients, in bytes."""
     without_gradients = replace(plan, allocations=tuple(a for a in plan.allocations if a.kind is not Kind.GRADIENT))
     return without_gradients.peak
 
 
 def recomputed_in(plan: Timeline) -> set[str]:
-    """The names of the values that backward recomputes."""
+    """Return the names of the values that backward recomputes."""
     return {str(v.name) for node in plan.nodes if RECOMPUTED in node.metadata_props for v in node.outputs}
 
 
 def largest_tensors(
     plan: Timeline, storages: Storages, count: int, recomputed: Iterable[str | None] = ()
 ) -> list[TensorGroup]:
-    """The groups of tensors of a step with the most bytes.
+    """Return the groups of tensors of a step with the most bytes.
 
     Args:
         plan: the memory held at each node.
@@ -133,7 +133,7 @@ def _without_numbers(module: str) -> str:
 
 
 def _short(line: str) -> str:
-    """A source location without the folder of installed packages or the current folder."""
+    """Return a source location without the folder of installed packages or the current folder."""
     return re.sub(r"^.*/(?:site|dist)-packages/", "", line.removeprefix(f"{Path.cwd()}/"))
 
 
@@ -239,7 +239,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """The bytes of the tensors' storages; a shared storage counts once."""
+    """Return the bytes of the tensors' storages; a shared storage counts once."""
     storages = {_address(t): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 

@@ -75,7 +75,7 @@ _READS_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::
 
 
 def reads_strides(target: Any) -> bool:
-    """Whether an operator reads memory by strides that it is given."""
+    """Return whether an operator reads memory by strides that it is given."""
     return isinstance(target, OpOverload) and name_and_overload(target)[0] in _READS_STRIDES
 
 

@@ -120,7 +120,7 @@ class FusedAdam(Optimizer):
         return loss
 
     def _divisor(self) -> torch.Tensor | None:
-        """The divisor of the gradients: the loss scale times the excess of their norm over `max_grad_norm`."""
+        """Return the divisor of the gradients: the loss scale times the excess of their norm over `max_grad_norm`."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if self.max_grad_norm is None:
             return scale

@@ -28,7 +28,7 @@ def group_lists(lists: Sequence[Sequence[torch.Tensor]]) -> list[list[list[torch
 
 
 def found_non_finite(gradients: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """Whether any element of any gradient is infinite or NaN, without a device synchronization.
+    """Return whether any element of any gradient is infinite or NaN, without a device synchronization.
 
     Args:
         gradients: not modified.
@@ -66,7 +66,7 @@ def unscale(
 
 
 def norm(gradients: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """The 2-norm of the vector of all gradients.
+    """Return the 2-norm of the vector of all gradients.
 
     Args:
         gradients: of any devices and dtypes; half precision is accumulated in float32.

@@ -35,22 +35,22 @@ class WarmupLRScheduler(ABC):
         self._last_lr: list[float] = []
 
     def factor(self, step: int) -> float:
-        """The learning rate at `step`, as a share of the peak."""
+        """Return the learning rate at `step`, as a share of the peak."""
         if step < self._warmup_steps:
             return step / max(1, self._warmup_steps)
         return self._after_warmup(step)
 
     @abstractmethod
     def _after_warmup(self, step: int) -> float:
-        """The share of the peak at a step after warmup."""
+        """Return the share of the peak at a step after warmup."""
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
-        """The learning rate at `train_step_info.optimization_step`, as a list of one."""
+        """Return the learning rate at `train_step_info.optimization_step`, as a list of one."""
         self._last_lr = [train_step_info.optimizer_config.lr * self.factor(train_step_info.optimization_step)]
         return self._last_lr
 
     def get_last_lr(self) -> list[float]:
-        """The last result of `get_lr`.
+        """Return the last result of `get_lr`.
 
         Raises:
             RuntimeError: `get_lr` was never called.
@@ -60,7 +60,7 @@ class WarmupLRScheduler(ABC):
         return self._last_lr
 
     def _progress(self, step: int) -> float:
-        """The share of the steps after warmup that are done."""
+        """Return the share of the steps after warmup that are done."""
         return min(1.0, (step - self._warmup_steps) / max(1, self.total_steps - self._warmup_steps))
 
 
@@ -104,7 +104,7 @@ class PolyWarmupLRScheduler(WarmupLRScheduler):
         self.power = power
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
-        """The learning rate at `train_step_info.optimization_step`, as a list of one.
+        """Return the learning rate at `train_step_info.optimization_step`, as a list of one.
 
         Raises:
             ValueError: the peak learning rate is not above `lr_end`.

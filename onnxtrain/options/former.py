@@ -89,7 +89,7 @@ def _enable(values: Values, is_enabled: bool, *passes: str) -> None:
 
 
 def _enabling(name: str, disabled_pass: str, *variables: str) -> FormerOption:
-    """An option that enabled a pass."""
+    """Describe a former option that enabled a pass."""
 
     def apply(values: Values, former: Mapping[str, Any]) -> None:
         _enable(values, former[name], disabled_pass)
@@ -104,7 +104,7 @@ def _compute_optimizer(values: Values, former: Mapping[str, Any]) -> None:
 
 
 def _member(name: str, option: str, member: str, *variables: str) -> FormerOption:
-    """An option that became a name in the value of another."""
+    """Describe a former option that became a name in the value of another."""
 
     def apply(values: Values, former: Mapping[str, Any]) -> None:
         others = tuple(other for other in values[option] if other != member)

@@ -70,7 +70,7 @@ def _load(path: str | os.PathLike[str]) -> Mapping[str, object]:
 
 
 def _flattened(content: Mapping[str, object]) -> list[tuple[str, object]]:
-    """The entries, with nested keys written `Group.Key`."""
+    """Return the entries, with nested keys written `Group.Key`."""
     entries: list[tuple[str, object]] = []
     for key, value in content.items():
         if key in _GROUPS and isinstance(value, dict):

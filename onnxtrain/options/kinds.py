@@ -48,7 +48,7 @@ class OldName:
     value: Callable[[str], str] = str
 
     def text(self) -> str:
-        """The option's text by this variable; "" if it is not set."""
+        """Return the option's text by this variable; "" if it is not set."""
         return self.value(os.environ.get(self.variable, ""))
 
     @property
@@ -82,7 +82,7 @@ class Knob:
         return parse(self.name, self.kind, value, where)
 
     def from_environment(self) -> tuple[str, Any] | None:
-        """The variable that is set and its value; None if none is set. An empty variable counts as not set."""
+        """Return the variable that is set and its value; None if none is set. An empty variable counts as not set."""
         names = [OldName(self.variable)] if self.variable else []
         for name in (*names, *self.old_names):
             if text := name.text():
@@ -111,7 +111,7 @@ def _invalid(value: object) -> ValueError:
 
 
 def one_of(*texts: str) -> Kind[str]:
-    """One of these strings."""
+    """Accept one of these strings."""
 
     def read(value: object) -> str:
         if isinstance(value, str) and value in texts:
@@ -122,7 +122,7 @@ def one_of(*texts: str) -> Kind[str]:
 
 
 def one_of_or(default: str, *others: str) -> Kind[str]:
-    """One of these strings; any other one is replaced by the default, with a warning."""
+    """Accept one of these strings; replace any other by the default, with a warning."""
     texts = (default, *others)
 
     def read(value: object) -> str:
@@ -289,7 +289,7 @@ def _flags(enum: type[Flag]) -> Kind[Flag]:
 
 
 def names_of(*allowed: str) -> Kind[tuple[str, ...]]:
-    """Some of these names."""
+    """Accept some of these names."""
 
     def read(value: object) -> tuple[str, ...]:
         names = _read_names(value) if value else ()
@@ -301,7 +301,7 @@ def names_of(*allowed: str) -> Kind[tuple[str, ...]]:
 
 
 def optional(kind: Kind[T]) -> Kind[T | None]:
-    """A value of `kind`, or None."""
+    """Accept a value of `kind`, or None."""
     return Kind(f"{kind.allowed}, or None", lambda value: None if value is None else kind.read(value))
 
 

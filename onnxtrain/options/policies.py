@@ -40,7 +40,7 @@ class FallbackPolicy(IntFlag):
     FALLBACK_BAD_INITIALIZATION = 128
 
     def covers(self, error: BaseException) -> bool:
-        """Whether the module falls back after this error. FALLBACK_DISABLE overrides all other members."""
+        """Return whether the module falls back after this error. FALLBACK_DISABLE overrides all other members."""
         if FallbackPolicy.FALLBACK_DISABLE in self:
             return False
         return any(isinstance(error, _FALLS_BACK_AFTER[policy]) for policy in self)

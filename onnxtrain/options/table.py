@@ -265,7 +265,7 @@ class Options:
 
 
 def knobs() -> tuple[Knob, ...]:
-    """All rows of the table, in order."""
+    """Return all rows of the table, in order."""
     return tuple(Knob(name=row.name, default=row.default, **row.metadata) for row in fields(Options))
 
 

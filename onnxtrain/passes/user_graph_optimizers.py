@@ -58,7 +58,7 @@ def register_graph_optimizer(
 
 
 def functions_for(module: str, device: str) -> list[GraphFunction]:
-    """The functions that run for a module's class on a device type, in order."""
+    """Return the functions that run for a module's class on a device type, in order."""
     serving = [each for each in _REGISTERED if each.serves(module, device)]
     return [each.function for each in sorted(serving, key=lambda each: -each.priority)]
 
@@ -110,7 +110,10 @@ def _is_constant(node: onnx.NodeProto) -> bool:
 
 
 def _tensor_of(constant: onnx.NodeProto) -> onnx.TensorProto:
-    """The tensor of a Constant, under the name of the node's output: our graphs hold constants as initializers."""
+    """Return the tensor of a Constant, under the name of the node's output.
+
+    Our graphs hold constants as initializers.
+    """
     tensor = onnx.TensorProto()
     tensor.CopyFrom(constant.attribute[0].t)
     tensor.name = constant.output[0]

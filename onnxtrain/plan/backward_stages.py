@@ -45,14 +45,14 @@ def group_gradients(parts: Cut) -> Groups:
 
 
 def is_object(value: ir.Value) -> bool:
-    """Whether a value of a running program is a Python object rather than a tensor."""
+    """Return whether a value of a running program is a Python object rather than a tensor."""
     producer = value.producer()
     objects = None if producer is None else OBJECT_OUTPUTS.of(producer)
     return producer is not None and definition_of(producer).output_name(value.index() or 0) in (objects or ())
 
 
 def why_not_staged(parts: Cut, views: Sequence[str]) -> str | None:
-    """Why backward cannot run in stages; None if it can. For `views` see `output_views.input_views`."""
+    """Return why backward cannot run in stages; None if it can. For `views` see `output_views.input_views`."""
     if why := why_no_stages():
         return why
     if any(map(is_object, parts.kept)):
@@ -120,7 +120,7 @@ def _ready(parts: Cut) -> dict[int, int]:
 
 
 def _fixed_bytes(value: ir.Value) -> int:
-    """The bytes of a value of static shape, such as a parameter; 0 for a dynamic shape."""
+    """Return the bytes of a value of static shape, such as a parameter; 0 for a dynamic shape."""
     static = [dim for dim in sizes.dims_of(value) if isinstance(dim, int)]
     return int(math.prod(static) * dtype_of(value).itemsize) if len(static) == len(sizes.dims_of(value)) else 0
 

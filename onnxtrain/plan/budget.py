@@ -44,7 +44,7 @@ _EARLY_SURCHARGE = 0.1  # values of the first nodes are kept longest: their pric
 
 
 def bytes_allowed(budget: int | float | str, inputs: Sequence[torch.Tensor]) -> int | float:
-    """The budget of the option `memory_budget_bytes`: in bytes, or a share as a float; "auto" is what is free now.
+    """Return the budget of `memory_budget_bytes`: in bytes, or a fraction as a float; "auto" is the free memory.
 
     Gradients that are not allocated yet are expected to take as many bytes as their parameters.
     """
@@ -58,7 +58,7 @@ def bytes_allowed(budget: int | float | str, inputs: Sequence[torch.Tensor]) -> 
 
 
 def _free_on_host() -> int:
-    """The bytes available without swapping (MemAvailable); on a system without /proc/meminfo, its free pages."""
+    """Return the bytes available without swapping (MemAvailable); on a system without /proc/meminfo, its free pages."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -74,7 +74,7 @@ def choose_within_budget(
     mutated: Collection[ir.Value] = (),
     early: bool | None = False,
 ) -> RecomputeChoice:
-    """The fastest of the tried choices whose predicted peak is within the budget.
+    """Return the fastest of the tried choices whose predicted peak is within the budget.
 
     Args:
         parts: the cut that keeps everything.
@@ -144,12 +144,12 @@ class _Search:
         return timeline(parts, self._storages, group_gradients(parts) if self._early else ()).peak
 
     def _bytes_to_keep(self, value: ir.Value, results: set[ir.Value]) -> int:
-        """The bytes that keeping a value costs: those of its root; 0 if the root is an input or a result."""
+        """Return the bytes that keeping a value costs: those of its root; 0 if the root is an input or a result."""
         root = self._storages.root(value)
         return 0 if root.producer() is None or root in results else self._storages.bytes_of(root)
 
     def within(self, budget: int) -> RecomputeChoice | None:
-        """The fastest of the tried choices whose predicted peak is within the budget; None if none is."""
+        """Return the fastest of the tried choices whose predicted peak is within the budget; None if none is."""
         if self.keep_all.peak <= budget:
             return self.keep_all
         fitting = (choice for choice in self._choices(budget) if choice.peak <= budget)
@@ -185,7 +185,7 @@ class _Search:
             low, high = (low, middle) if choice.peak <= budget else (middle, high)
 
     def _at(self, prices: _Prices) -> RecomputeChoice:
-        """The choice at these prices."""
+        """Return the choice at these prices."""
         nodes = self._cut(prices)
         values = {v for n in nodes for v in n.outputs if v not in replay_inputs(n) and v not in prices.kept}
         peak = self._peak(predict_cut(self._parts, values))
@@ -197,7 +197,7 @@ class _Search:
     # The minimum cut
 
     def _cut(self, prices: _Prices) -> set[ir.Node]:
-        """The nodes to recompute."""
+        """Return the nodes to recompute."""
         import networkx  # noqa: PLC0415  # imports in 0.1 s, and few users set a budget
 
         graph = networkx.DiGraph()
@@ -243,7 +243,7 @@ class _Search:
         return crossing
 
     def _at_borders(self, crossing: Sequence[Sequence[ir.Value]], stages: int) -> set[ir.Value]:
-        """The values that cross the narrowest position near the end of each stage but the last."""
+        """Return the values that cross the narrowest position near the end of each stage but the last."""
         total, kept = len(crossing), set[ir.Value]()
         width = [sum(self._bytes[v] for v in values) for values in crossing]
         for border in range(1, stages):
@@ -254,7 +254,7 @@ class _Search:
 
 
 def node_seconds(node: ir.Node, storages: Storages) -> float:
-    """The expected time of a node, in seconds."""
+    """Return the expected time of a node, in seconds."""
     if all(storages.source(v) is not None for v in node.outputs):
         return 1e-6  # a view
     moved = sum(storages.bytes_of(v) for v in (*node.inputs, *node.outputs) if v is not None)

@@ -25,7 +25,7 @@ _MIN_CONVOLUTIONS = 2  # a single one gains no more than its conversions cost
 
 
 def is_profitable(nodes: Iterable[ir.Node], inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether to run a graph in channels_last.
+    """Return whether to run a graph in channels_last.
 
     False if the user already does: given channels_last weights or inputs, PyTorch's kernels preserve it by themselves.
 
@@ -60,7 +60,7 @@ class ChannelsLast:
         self._propagates: dict[ir.Node, bool] = {}
 
     def _runs_channels_last(self, node: ir.Node) -> bool:
-        """Whether a node computes its images in channels_last."""
+        """Return whether a node computes its images in channels_last."""
         stack = [node]
         while stack:  # no recursion: graphs are deep
             current = stack[-1]
@@ -83,7 +83,7 @@ class ChannelsLast:
         return self._propagates[node]
 
     def is_channels_last(self, value: ir.Value) -> bool:
-        """Whether a value is an image tensor in channels_last."""
+        """Return whether a value is an image tensor in channels_last."""
         node = value.producer()
         if node is None or not _is_image(value) or not self._runs_channels_last(node):
             return False
@@ -91,12 +91,12 @@ class ChannelsLast:
         return images is not None and definition_of(node).output_name(value.index() or 0) in images.values
 
     def may_be_channels_last(self, value: ir.Value) -> bool:
-        """Whether a value may be channels_last: also true of a convolution's weight gradient."""
+        """Return whether a value may be channels_last: also true of a convolution's weight gradient."""
         node = value.producer()
         return node is not None and _is_image(value) and self._runs_channels_last(node)
 
     def convert_arguments(self, node: ir.Node, arguments: Sequence[Any]) -> list[Any]:
-        """A node's arguments, each converted to the memory format in which the node reads it."""
+        """Return a node's arguments, each converted to the memory format in which the node reads it."""
         definition, formats = definition_of(node), self._conversions(node)
         if definition.inputs and definition.inputs[-1].endswith("..."):
             fixed = len(definition.inputs) - 1
@@ -135,7 +135,7 @@ def _convert(memory_format: torch.memory_format | None, argument: Any) -> Any:
 
 
 def _images_read(node: ir.Node) -> list[ir.Value]:
-    """The images that a node reads in the memory format in which it writes."""
+    """Return the images that a node reads in the memory format in which it writes."""
     definition, images = definition_of(node), IMAGES.of(node)
     assert images is not None
     return [v for i, v in enumerate(node.inputs) if v is not None and definition.input_name(i) in images.values]

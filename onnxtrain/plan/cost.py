@@ -49,7 +49,7 @@ def _bytes(value: ir.Value, symbol_values: Mapping[str, int]) -> int:
 
 
 def unbound_symbols(graph: ir.Graph, symbol_values: Mapping[str, int]) -> dict[str, tuple[ir.Value, int]]:
-    """The symbols of the graph without an integer in `symbol_values`, each with a value and the axis of that dimension.
+    """Return the symbols without an integer in `symbol_values`, each with a value and the axis of that dimension.
 
     They are data-dependent dimensions, such as the number of tokens with a label.
     """

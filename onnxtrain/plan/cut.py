@@ -53,7 +53,7 @@ class Cut:
     sizes: tuple[ir.Value, ...]
 
     def unsaved(self) -> list[int]:
-        """The positions of forward's inputs that are not kept for backward."""
+        """Return the positions of forward's inputs that are not kept for backward."""
         return [i for i, value in enumerate(self.forward.inputs) if value not in self.kept]
 
 
@@ -99,7 +99,7 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
 
 
 def _forward_nodes(joint: Joint, nodes: Sequence[ir.Node], cotangents: set[ir.Value]) -> set[ir.Node]:
-    """The nodes of the forward graph, with those that differentiation added to read the shape of a forward value.
+    """Return the nodes of the forward graph, and those that differentiation added to read a forward value's shape.
 
     Reading a shape in backward would keep a whole tensor alive for one integer.
     """
@@ -123,7 +123,7 @@ def nodes_computing(
     nodes: Sequence[ir.Node],
     effects: Effects,
 ) -> tuple[tuple[ir.Node, ...], list[ir.Value]]:
-    """The nodes that compute `goals`, and the values that they read from outside, in graph order.
+    """Return the nodes that compute `goals`, and the values that they read from outside, in graph order.
 
     Nodes are taken from `candidates`, and shape arithmetic from all `nodes`. Candidates with any of these `effects` are
     always needed.

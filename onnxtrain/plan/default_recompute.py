@@ -60,7 +60,7 @@ class _Search:
         self._usable = {n for n in recomputable_nodes(self._nodes, mutated) if self._is_cheap(n)}
 
     def groups(self) -> dict[ir.Value, list[ir.Value]]:
-        """The kept values by their root, for roots that are kept for backward alone."""
+        """Return the kept values by their root, for roots that are kept for backward alone."""
         groups: dict[ir.Value, list[ir.Value]] = {}
         for value in self._kept:
             root = self._sets.root(value)
@@ -69,7 +69,7 @@ class _Search:
         return groups
 
     def chain(self, values: Iterable[ir.Value]) -> set[ir.Node]:
-        """The nodes that compute `values` from kept values; none if further values would have to be kept."""
+        """Return the nodes that compute `values` from kept values; none if further values would have to be kept."""
         nodes, pending = set[ir.Node](), list(values)
         while pending:
             value = pending.pop()
@@ -83,11 +83,11 @@ class _Search:
         return nodes
 
     def pays(self, root: ir.Value, nodes: Collection[ir.Node]) -> bool:
-        """Whether the bytes of `root` are worth running `nodes` again."""
+        """Return whether the bytes of `root` are worth running `nodes` again."""
         return 0 < sum(map(self._traffic, nodes)) <= _MAX_TRAFFIC * self.bytes_of(root)
 
     def bytes_of(self, value: ir.Value) -> int:
-        """The bytes of a value; 0 if its shape is data-dependent."""
+        """Return the bytes of a value; 0 if its shape is data-dependent."""
         count = numel(value)
         if not sizes.symbols(count) <= self._symbol_values.keys():
             return 0
@@ -97,7 +97,7 @@ class _Search:
         return value in self._kept or value in self._host or value.const_value is not None
 
     def _is_cheap(self, node: ir.Node) -> bool:
-        """Whether a node does little work per element. An ATen op declares no work: it counts as expensive."""
+        """Return whether a node does little work per element. An ATen op declares no work: it counts as expensive."""
         if self._host.issuperset(node.outputs):
             return False
         flops, elements = flops_of(node), [numel(v) for v in node.outputs]
@@ -108,7 +108,7 @@ class _Search:
         return is_view or 0 < sizes.evaluate(flops, self._symbol_values) <= _CHEAP_FLOPS * written
 
     def _traffic(self, node: ir.Node) -> int:
-        """The bytes that a node reads and writes; 0 if its output may be a view."""
+        """Return the bytes that a node reads and writes; 0 if its output may be a view."""
         if self._sets.root(node.outputs[0]) is not node.outputs[0]:
             return 0
         return sum(self.bytes_of(v) for v in (*node.inputs, *node.outputs) if v is not None)

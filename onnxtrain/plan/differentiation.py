@@ -36,7 +36,7 @@ class Differentiation:
     passes: Sequence[Pass]
 
     def joint(self, cotangents: Flags | None = None) -> Joint:
-        """The joint graph for the cotangents of these results; None for all.
+        """Return the joint graph for the cotangents of these results; None for all.
 
         They include results that may be views of an input: only the run shows whether they are. A view is recreated
         outside the autograd function, and autograd computes its gradient there; a copy gets its gradient here.
@@ -48,18 +48,18 @@ class Differentiation:
         )
 
     def optimized(self, cotangents: Flags | None = None) -> Joint:
-        """The joint graph after the passes."""
+        """Return the joint graph after the passes."""
         joint = self.joint(cotangents)
         optimize(joint.model, self.passes)
         return joint.rebind_gradients()
 
     def mutated_inputs(self, joint: Joint) -> list[ir.Value]:
-        """The inputs of a joint graph that forward mutates before backward runs."""
+        """Return the inputs of a joint graph that forward mutates before backward runs."""
         return [joint.model.graph.inputs[index] for index in self.mutated]
 
 
 def unoptimized_joint(model: ir.Model, wrt: Flags, results: int) -> ir.Model:
-    """The joint graph of a capture before any pass; the capture itself if no gradient is wanted."""
+    """Return the joint graph of a capture before any pass; the capture itself if no gradient is wanted."""
     if not any(wrt):
         return model
     cotangents = [i < results for i in range(len(model.graph.outputs))]

@@ -51,12 +51,12 @@ def in_place_inputs(
 
 
 def _may_be_saved(value: ir.Value) -> bool:
-    """Whether a custom autograd function or an ATen op reads the value, and may save it for its own backward."""
+    """Return whether a custom autograd function or an ATen op reads the value, and may save it for its own backward."""
     return any(node in MAY_KEEP_INPUTS for node, _ in value.uses())
 
 
 def _holds_all_elements(value: ir.Value, root: ir.Value) -> bool:
-    """Whether a view holds each element of its root exactly once."""
+    """Return whether a view holds each element of its root exactly once."""
     while value is not root:
         node = value.producer()
         if node is None or not definition_of(node).preserves_elements:
@@ -68,7 +68,7 @@ def _holds_all_elements(value: ir.Value, root: ir.Value) -> bool:
 
 
 def _is_fresh(value: ir.Value, own: set[ir.Node]) -> bool:
-    """Whether a kernel of this program allocated it: outputs of custom functions and ATen ops may be aliases."""
+    """Return whether a kernel of this program allocated it: outputs of custom functions and ATen ops may be aliases."""
     producer = value.producer()
     return producer is not None and producer in own and producer not in MAY_KEEP_INPUTS
 

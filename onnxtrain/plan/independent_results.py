@@ -16,7 +16,7 @@ from onnxtrain.system import ranks
 
 
 def independent_results(joint: Joint, full: Cut) -> tuple[Groups, Groups]:
-    """The groups of results, and for each result the inputs that its gradient reaches; empty where one group has all.
+    """Return the groups of results, and the inputs that each result's gradient reaches; empty if there is one group.
 
     A node belongs to the results whose cotangents it follows from. One that reads a kept tensor and follows from
     several joins their groups: its tensor is kept once. A sum of cotangents reads none.
@@ -38,7 +38,7 @@ def independent_results(joint: Joint, full: Cut) -> tuple[Groups, Groups]:
 
 
 def wants_stages(option: bool | str, joint: Joint, full: Cut) -> bool:
-    """Whether the option early_gradients asks for a backward in stages.
+    """Return whether the option early_gradients asks for a backward in stages.
 
     'auto' asks for it if several processes train the model. It keeps independent backwards: stages have one backward.
     """
@@ -66,5 +66,5 @@ def _reached(joint: Joint) -> list[frozenset[int]]:
 
 
 def _is_kept(value: ir.Value, follows: dict[ir.Value, frozenset[int]], full: Cut) -> bool:
-    """Whether a value is a tensor of forward's, or computed from such alone."""
+    """Return whether a value is a tensor of forward's, or computed from such alone."""
     return not follows.get(value) and value.const_value is None and value not in full.backward.host

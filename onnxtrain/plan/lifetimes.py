@@ -68,7 +68,7 @@ class Timeline:
     workspace: tuple[int, ...]
 
     def live_bytes(self) -> list[int]:
-        """The bytes held during each node, in execution order."""
+        """Return the bytes held during each node, in execution order."""
         change = [0] * (len(self.nodes) + 1)
         for allocation in self.allocations:
             change[allocation.first] += allocation.nbytes
@@ -180,7 +180,7 @@ class _Program:
                     self._lifetimes[value] = self._lifetimes[source]
 
     def _in_place_inputs(self, part: Part, bounds: Sequence[int]) -> dict[ir.Node, int]:
-        """The nodes that overwrite an input allocated in their own stage, with the index of that input."""
+        """Return the nodes that overwrite an input allocated in their own stage, with the index of that input."""
         in_place: dict[ir.Node, int] = {}
         uses = last_uses(part)
         for start, stop in pairwise([0, *bounds]):
@@ -194,7 +194,10 @@ class _Program:
         return self._lifetimes.get(value)
 
     def result(self, value: ir.Value, end: int) -> _Lifetime | None:
-        """The allocation of a value that leaves at `end`: a copy allocated there, if its memory format is converted."""
+        """Return the allocation of a value that leaves at `end`.
+
+        A copy allocated there, if its memory format is converted.
+        """
         lifetime = self.lifetime(value)
         if lifetime is not None and self._storages.copied_result(value):
             lifetime = _Lifetime(value, self._storages.bytes_of(value), end - 1)

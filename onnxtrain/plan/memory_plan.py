@@ -60,7 +60,7 @@ class MemoryPlan:
         return apply_choice(self.joint.copy() if self.by_size else self.joint, choice)
 
     def sentences(self, choice: RecomputeChoice) -> list[str]:
-        """The report's lines on a choice: the values that backward recomputes, with their shapes and bytes."""
+        """Return the report's lines on a choice: the values that backward recomputes, with their shapes and bytes."""
         if not choice.values and not self.always_report:
             return []
         return [str(choice), *(f"recompute: {row}" for row in self._rows(choice))]
@@ -79,7 +79,7 @@ class MemoryPlan:
             yield f"{text}, {memory}" if count == 1 else f"{count} x {text}, {memory} each"
 
     def _bytes_and_type(self, value: ir.Value, op_type: str) -> tuple[int, str]:
-        """The bytes of a value in the first call, 0 if its shape depends on data, and its op and type in words."""
+        """Return a value's bytes in the first call, 0 if its shape depends on data, and its op and type in words."""
         shape = sizes.dims_of(value)
         is_static = [sizes.symbols(size) <= self.symbol_values.keys() for size in shape]
         shape = tuple(

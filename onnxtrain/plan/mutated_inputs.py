@@ -52,7 +52,7 @@ def check_backward_reads(joint: Joint, mutated: Sequence[int]) -> None:
 
 
 def _read_by_backward(joint: Joint, mutated: Sequence[int]) -> list[int]:
-    """The mutated inputs whose memory holds a value that is kept for backward."""
+    """Return the mutated inputs whose memory holds a value that is kept for backward."""
     if not mutated:
         return []
     sets = AliasSets(tuple(joint.model.graph), definition_of)

@@ -19,7 +19,7 @@ def input_views(model: ir.Model, results: int) -> tuple[str, ...]:
 
 
 def lone_views(model: ir.Model, results: int) -> list[int]:
-    """The positions of results that may be views of a value that is neither an input nor the root of another result."""
+    """Return the results that may be views of a value that is neither an input nor the root of another result."""
     sets, outputs, inputs = AliasSets(model.graph, definition_of), model.graph.outputs, set(model.graph.inputs)
     roots = [sets.root(v) for v in outputs]
     return [
@@ -30,7 +30,7 @@ def lone_views(model: ir.Model, results: int) -> list[int]:
 
 
 def _is_detached(value: ir.Value) -> bool:
-    """Whether an op without gradient lies between the value and the input that it is a view of."""
+    """Return whether an op without gradient lies between the value and the input that it is a view of."""
     node = value.producer()
     while node is not None:
         definition = definition_of(node)

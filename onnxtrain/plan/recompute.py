@@ -60,7 +60,7 @@ KEEP_ALL = RecomputeChoice()
 
 
 def is_recomputable(node: ir.Node) -> bool:
-    """Whether recomputing a node gives the same values, bit for bit."""
+    """Return whether recomputing a node gives the same values, bit for bit."""
     is_repeatable = REPEATABLE.of(node)
     if is_repeatable is not None and is_repeatable(node):
         return True
@@ -70,7 +70,7 @@ def is_recomputable(node: ir.Node) -> bool:
 
 
 def recomputable_nodes(nodes: Sequence[ir.Node], mutated: Collection[ir.Value]) -> set[ir.Node]:
-    """Those of `nodes` that can be recomputed: they read no `mutated` input and no view of one."""
+    """Return those of `nodes` that can be recomputed: they read no `mutated` input and no view of one."""
     sets = AliasSets(nodes, definition_of)
     roots = {sets.root(v) for v in mutated}
     return {n for n in nodes if is_recomputable(n) and not any(sets.root(v) in roots for v in recompute_inputs(n))}
@@ -97,7 +97,7 @@ def choose_by_checkpoints(joint: Joint, mutated: Collection[ir.Value]) -> Recomp
 
 
 def replay_inputs(node: ir.Node) -> tuple[ir.Value, ...]:
-    """The outputs of a random node that its replay reads and that must be kept; () if it cannot be replayed."""
+    """Return the outputs of a random node that its replay reads and that must be kept; () if it cannot be replayed."""
     replay = REPLAYS.of(node)
     outputs = () if replay is None else tuple(getattr(view(node), name) for name in replay.reads)
     return () if None in outputs else outputs
@@ -127,7 +127,7 @@ def interleave_recomputed(
 def _needed(
     node: ir.Node, recomputed: Collection[ir.Value], sources: Collection[ir.Node], emitted: set[ir.Node]
 ) -> list[ir.Node]:
-    """The nodes to run before `node`, in order. They are added to `done`."""
+    """Return the nodes to run before `node`, in order. They are added to `done`."""
     if reads_shape(definition_of(node)):  # dimensions cross from forward by themselves
         return []
     order: list[ir.Node] = []
@@ -151,7 +151,7 @@ def _needed(
 
 
 def predict_cut(parts: Cut, recomputed: Collection[ir.Value]) -> Cut:
-    """The cut after recomputing, made of the nodes of the present graph: for predictions, not to be run."""
+    """Return the cut after recomputing, made of the nodes of the present graph: for predictions, not to be run."""
     sources = set(parts.forward.nodes)
     nodes = tuple(node for node, _ in interleave_recomputed(parts.backward.nodes, recomputed, sources))
     needed: set[ir.Value] = set()
@@ -202,7 +202,7 @@ def apply_choice(joint: Joint, choice: RecomputeChoice) -> Joint:
 
 
 def _copied(node: ir.Node, copies: dict[ir.Value, ir.Value]) -> ir.Node:
-    """A copy of the node that reads recomputed values."""
+    """Return a copy of the node that reads recomputed values."""
     copy = traversal.clone_node(node, dict(copies))
     copy.metadata_props[RECOMPUTED] = node.name or ""
     copy.name = f"{node.name}/recomputed"

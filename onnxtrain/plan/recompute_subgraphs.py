@@ -100,7 +100,7 @@ def _subgraphs_of(usable: set[ir.Node], parts: Cut, storages: Storages) -> tuple
 
 
 def _usable(parts: Cut, storages: Storages, mutated: Collection[ir.Value]) -> set[ir.Node]:
-    """The nodes of forward that give the same values in backward."""
+    """Return the nodes of forward that give the same values in backward."""
     return recomputable_nodes([n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)], mutated)
 
 
@@ -110,7 +110,7 @@ def _is_cheap(node: ir.Node, storages: Storages) -> bool:
 
 
 def _chain(value: ir.Value, parts: Cut, usable: set[ir.Node]) -> set[ir.Node]:
-    """The nodes that compute a kept value from other kept values, or from outputs of nodes that are not usable."""
+    """Return the nodes that compute a kept value from other kept values, or from outputs of unusable nodes."""
     kept = set(parts.kept)
     producer = value.producer()
     if producer not in usable or value in replay_inputs(producer):
@@ -132,7 +132,7 @@ def _candidate(value: ir.Value, recomputed: frozenset[ir.Value], parts: Cut, sto
 
 
 def _kept(parts: Cut, storages: Storages) -> dict[ir.Value, int]:
-    """The roots of the kept values, with their bytes. Inputs are allocated anyway and do not count."""
+    """Return the roots of the kept values, with their bytes. Inputs are allocated anyway and do not count."""
     roots = map(storages.root, parts.kept)
     return {root: storages.bytes_of(root) for root in roots if root.producer() is not None}
 
@@ -148,7 +148,7 @@ def choose_by_options(
     checkpointed: Collection[str],
     by_default: Collection[str],
 ) -> tuple[RecomputeChoice, list[SubgraphReport]]:
-    """The values that the option `recompute` chooses, and the subgraphs that it can name.
+    """Return the values that the option `recompute` chooses, and the subgraphs that it can name.
 
     Layers never raise the peak over that of the default values: where those of the layers alone would, the default ones
     are recomputed in addition, or in their place. The summary is logged at INFO, as ONNX Runtime Training did.
@@ -219,7 +219,7 @@ def _by_patterns(subgraphs: Sequence[Subgraph], config: Iterable[SubgraphConfig]
 
 
 def _by_layers(parts: Cut, usable: Collection[ir.Node]) -> set[ir.Value]:
-    """The values that only their own layer reads. Values read by other modules, and random states, are kept."""
+    """Return the values that only their own layer reads. Values read by other modules, and random states, are kept."""
     own = set(parts.forward.nodes)
     results = set(parts.forward.outputs[: parts.forward.num_user_outputs])
     recomputed: set[ir.Value] = set()

@@ -113,7 +113,7 @@ def find_regions(part: Part, storages: Storages) -> FoundRegions:
 
 
 def _obstacle(node: ir.Node, part: Part) -> str:
-    """Why a node whose op fuses may be in no region; "" if it may."""
+    """Return why a node whose op fuses may be in no region; "" if it may."""
     definition = definition_of(node)
     if definition.effects != Effects.NONE or definition.aliases:
         return "it has effects, or its output is a view"
@@ -131,12 +131,12 @@ def _obstacle(node: ir.Node, part: Part) -> str:
 
 
 def _tensors_of(node: ir.Node) -> list[ir.Value]:
-    """The tensors that a node reads and writes, without constants."""
+    """Return the tensors that a node reads and writes, without constants."""
     return [*(v for v in node.inputs if v is not None and v.const_value is None), *node.outputs]
 
 
 def _frame(node: ir.Node) -> Sizes:
-    """The iteration shape of a node."""
+    """Return the iteration shape of a node."""
     return sizes.broadcast(*map(sizes.dims_of, _tensors_of(node)))
 
 
@@ -152,7 +152,7 @@ class _Order:
         self.blocks = dict(blocks or {})  # for a node of a region, the first node of that region
 
     def moved(self, members: set[ir.Node]) -> _Order | None:
-        """The order with `members` side by side; None if moving only them cannot give one."""
+        """Return the order with `members` side by side; None if moving only them cannot give one."""
         position = self._position_for(members)
         if position is None:
             return None
@@ -164,7 +164,10 @@ class _Order:
         return _Order(self._part, [*before, *block, *after], first_of)
 
     def _position_for(self, members: set[ir.Node]) -> int | None:
-        """A position after all producers of their inputs and before all readers of their outputs; None if none is."""
+        """Return a position after all producers of their inputs and before all readers of their outputs.
+
+        None if none is.
+        """
         producers = [v.producer() for node in members for v in node.inputs if v is not None]
         latest = max((self.position[n] for n in producers if n in self.position and n not in members), default=-1)
         users = {use.node for node in members for v in node.outputs for use in v.uses()}
@@ -177,7 +180,7 @@ class _Order:
         return self.blocks.get(node, node)
 
     def _is_boundary(self, position: int, members: set[ir.Node]) -> bool:
-        """Whether the position splits no other region."""
+        """Return whether the position splits no other region."""
         if position in (0, len(self.nodes)):
             return True
         left, right = (self.blocks.get(n) for n in self.nodes[position - 1 : position + 1])
@@ -242,7 +245,7 @@ def _region(part: Part, group: Sequence[ir.Node], frame: Sizes, storages: Storag
 
 
 def _scratch_tensors(node: ir.Node, frame: Sizes, storages: Storages) -> int:
-    """How many tensors of the frame's shape the workspace of the node's kernel holds."""
+    """Return how many tensors of the frame's shape the workspace of the node's kernel holds."""
     element = int(dtype_of(node.outputs[0]).itemsize)
     return storages.workspace(node) // max(1, element * storages.number(sizes.multiply(1, *frame)))
 
@@ -267,7 +270,7 @@ class _Memory:
         self._bytes = {v: storages.bytes_of(v) for v in roots if v.producer() is not None}  # inputs count elsewhere
 
     def peak(self, order: _Order) -> int:
-        """The peak if each region is one call, which holds its inputs until its outputs are written."""
+        """Return the peak if each region is one call, which holds its inputs until its outputs are written."""
         first_use: dict[ir.Value, int] = {}
         last: dict[ir.Value, int] = {}
         change = [0] * (len(order.nodes) + 2)

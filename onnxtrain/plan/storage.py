@@ -90,29 +90,29 @@ class Storages:
         self._tensors.clear()
 
     def bytes_of(self, value: ir.Value) -> int:
-        """The bytes of a value's elements."""
+        """Return the bytes of a value's elements."""
         if value not in self._bytes:
             self._bytes[value] = int(self._count(value) * dtype_of(value).itemsize)
         return self._bytes[value]
 
     def source(self, value: ir.Value) -> ir.Value | None:
-        """The input of its node that a value is a view of; None if the node allocates it."""
+        """Return the input of its node that a value is a view of; None if the node allocates it."""
         return self._sources.get(value)
 
     def root(self, value: ir.Value) -> ir.Value:
-        """The value whose allocation holds this one: itself if it is no view."""
+        """Return the value whose allocation holds this one: itself if it is no view."""
         while (source := self._sources.get(value)) is not None:
             value = source
         return value
 
     def kernel(self, node: ir.Node) -> Kernel:
-        """The kernel that runs a node, unless measured speed selects another."""
+        """Return the kernel that runs a node, unless measured speed selects another."""
         if node not in self._kernels:
             self._kernels[node] = definition_of(node).kernel(node, self.device)
         return self._kernels[node]
 
     def workspace(self, node: ir.Node) -> int:
-        """The bytes that a node's kernel allocates beside its outputs.
+        """Return the bytes that a node's kernel allocates beside its outputs.
 
         They include copies of inputs in another memory format, except a copy that an output is a view of.
         """
@@ -125,17 +125,17 @@ class Storages:
         return self._workspace[node]
 
     def copied_result(self, value: ir.Value) -> bool:
-        """Whether a result leaves the program as a contiguous copy."""
+        """Return whether a result leaves the program as a contiguous copy."""
         return self._layout is not None and self._layout.may_be_channels_last(value)
 
     def _copied(self, node: ir.Node) -> Collection[ir.Value]:
-        """The inputs that a node copies before reading them."""
+        """Return the inputs that a node copies before reading them."""
         if self._layout is None or self.host.issuperset(node.outputs):
             return ()
         return self._layout.converted_inputs(node)
 
     def number(self, size: sizes.Size) -> int:
-        """The integer of a size."""
+        """Return the integer of a size."""
         return sizes.evaluate(size, self.symbol_values)
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ _BUILTIN = (types.BuiltinFunctionType, OpOverload, OpOverloadPacket)
 
 
 def _calls_torch_only(call: Call) -> bool:
-    """Whether a call and the calls in its arguments are to PyTorch's own functions."""
+    """Return whether a call and the calls in its arguments are to PyTorch's own functions."""
     is_torch = isinstance(call, Method) or isinstance(call.function, _BUILTIN)
     return is_torch and all(_calls_torch_only(a) for a in call.args if isinstance(a, Call))
 

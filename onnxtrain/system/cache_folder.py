@@ -23,7 +23,10 @@ VARIABLE = "ONNXTRAIN_CACHE_DIR"
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder for one kind of files. It may not exist yet; other processes may write to it at the same time."""
+    """Return the folder for one kind of files.
+
+    It may not exist yet; other processes may write to it at the same time.
+    """
     from_variable = os.environ.get(VARIABLE)
     if from_variable:
         return Path(from_variable) / kind
@@ -32,7 +35,7 @@ def cache_folder(kind: str) -> Path:
 
 @functools.cache
 def _usable(parent: str) -> Path:
-    """The folder onnxtrain in `parent`; if it is not writable, a temporary one, with a warning."""
+    """Return the folder onnxtrain in `parent`; if it is not writable, a temporary one, with a warning."""
     folder = Path(parent, "onnxtrain")
     reason = _why_unusable(folder)
     if reason is None:
@@ -59,7 +62,7 @@ def _why_unusable(folder: Path) -> str | None:
 
 
 def _temporary() -> Path:
-    """A folder that only this user can write to, the same in all processes; a fresh one if another user owns that name.
+    """Return a folder that only this user can write to, the same in all processes; a new one if the name is taken.
 
     Libraries are loaded from it, so no other user may be able to put one there.
     """

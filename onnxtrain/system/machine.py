@@ -91,7 +91,7 @@ class Machine:
 
 
 def current_machine() -> Machine:
-    """The machine that this process runs on, with the current number of threads."""
+    """Return the machine that this process runs on, with the current number of threads."""
     return _machine(torch.get_num_threads())
 
 
@@ -118,7 +118,7 @@ def _machine(threads: int) -> Machine:
 
 
 def _cpuinfo(file: Path) -> Mapping[str, str]:
-    """The entries of the last core in /proc/cpuinfo; empty outside Linux."""
+    """Return the entries of the last core in /proc/cpuinfo; empty outside Linux."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -128,7 +128,7 @@ def _cpuinfo(file: Path) -> Mapping[str, str]:
 
 
 def _processor(cpuinfo: Mapping[str, str]) -> tuple[str, str]:
-    """The processor's name and vendor; outside Linux, the name that Python gives it."""
+    """Return the processor's name and vendor; outside Linux, the name that Python gives it."""
     # Different models share a name and differ in family and stepping.
     numbers = "/".join(cpuinfo[key] for key in ("cpu family", "model", "stepping") if key in cpuinfo)
     model = f"{cpuinfo.get('model name', platform.processor() or platform.machine())} {numbers}".strip()
@@ -137,13 +137,13 @@ def _processor(cpuinfo: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _code_target(cpuinfo: Mapping[str, str]) -> str:
-    """The properties that -march=native depends on."""
+    """Return the properties that -march=native depends on."""
     keys = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
     return "\n".join([platform.machine(), *(cpuinfo.get(key, "") for key in keys)])
 
 
 def _instructions(cpuinfo: Mapping[str, str]) -> frozenset[str]:
-    """The instruction sets by Linux, and by PyTorch, which reports them on every system since 2.13."""
+    """Return the instruction sets by Linux, and by PyTorch, which reports them on every system since 2.13."""
     capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     flags = cpuinfo.get("flags", cpuinfo.get("Features", "")).split()
     names = {*flags, *(name for name, is_present in capabilities.items() if is_present is True)}
@@ -162,7 +162,7 @@ _LEVELS: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
 
 
 def _allowed_by_onednn(environment: Mapping[str, str]) -> frozenset[str]:
-    """The instruction sets that oneDNN may use; all of them if its variable names no level."""
+    """Return the instruction sets that oneDNN may use; all of them if its variable names no level."""
     level = environment.get("ONEDNN_MAX_CPU_ISA", environment.get("DNNL_MAX_CPU_ISA", "")).upper()
     allowed: frozenset[str] = frozenset()
     for names, instructions in _LEVELS:
@@ -177,7 +177,7 @@ def _onednn_bfloat16() -> bool:
 
 
 def _compilers(environment: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """The compiler in $CXX, else those on the path."""
+    """Return the compiler in $CXX, else those on the path."""
     cxx = environment.get("CXX")
     commands = [tuple(shlex.split(name)) for name in ((cxx,) if cxx else _COMPILERS)]
     return tuple(command for command in commands if command and shutil.which(command[0]))
@@ -195,7 +195,7 @@ _OVERHEADS = {"aten": 3e-6, "onednn": 18e-6, "onednn transposed": 23e-6, "convol
 
 
 def rates(vendor: str, instructions: Collection[str], onednn_instructions: Collection[str]) -> Rates:
-    """The measured rates of a kind of processor.
+    """Return the measured rates of a kind of processor.
 
     AMX tiles do 16 times as many multiplications as AVX-512, and no GEMM reaches half of that. Without instructions for
     a narrow dtype, oneDNN converts each element to float32 as it reads it: 62 against 330 GFLOP/s on an Intel Xeon at

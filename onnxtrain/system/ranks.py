@@ -8,14 +8,14 @@ import torch
 
 
 def rank() -> int:
-    """The rank of this process; 0 without distributed training."""
+    """Return the rank of this process; 0 without distributed training."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return _number("RANK", 0)  # set by torchrun, before the process group is initialized
 
 
 def world_size() -> int:
-    """The number of ranks; 1 without distributed training."""
+    """Return the number of ranks; 1 without distributed training."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return _number("WORLD_SIZE", 1)

@@ -244,7 +244,7 @@ SDP_CHOICE = Internal[Callable[..., int]](
 
 
 def has_cpu_flash() -> bool:
-    """Whether this PyTorch has flash attention for CPUs, forward and backward."""
+    """Return whether this PyTorch has flash attention for CPUs, forward and backward."""
     return CPU_FLASH.is_available and CPU_FLASH_GRAD.is_available and SDP_CHOICE.is_available
 
 
@@ -325,7 +325,7 @@ gpu_cudnn_grad = Internal[Callable[..., Any]](
 
 
 def has_gpu_attention() -> bool:
-    """Whether this PyTorch has all attention kernels for a GPU, and the function that tells which one eager chooses."""
+    """Return whether this PyTorch has all attention kernels for a GPU, and the function that chooses among them."""
     kernels = (gpu_flash, gpu_flash_grad, gpu_efficient, gpu_efficient_grad, gpu_cudnn, gpu_cudnn_grad, SDP_CHOICE)
     return all(kernel.is_available for kernel in kernels)
 

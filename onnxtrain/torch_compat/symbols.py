@@ -56,7 +56,7 @@ _KINDS = required(
 
 
 def is_data_dependent(symbol: sympy.Symbol) -> bool:
-    """Whether a symbol stands for a size that depends on tensor elements, as that of `x.nonzero()` does."""
+    """Return whether a symbol stands for a size that depends on tensor elements, as that of `x.nonzero()` does."""
     return bool(_KINDS[0](symbol, _KINDS[1]))
 
 
@@ -80,7 +80,7 @@ def size_range(largest: int | None = None) -> Any:
 
 
 def is_always_true(expr: Any, ranges: Mapping[Any, Any]) -> bool:
-    """Whether a condition is true for all values of its symbols in these ranges."""
+    """Return whether a condition is true for all values of its symbols in these ranges."""
     return bool(_RANGES[1](expr, ranges) == _RANGES[0].wrap(sympy.true))
 
 

@@ -70,7 +70,7 @@ _fake_tensor = Internal[type](
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether a tensor has a shape and a dtype, but no elements."""
+    """Return whether a tensor has a shape and a dtype, but no elements."""
     return isinstance(tensor, _fake_tensor)
 
 

@@ -201,5 +201,5 @@ class _Names:
 
 
 def _is_size(node: Node) -> bool:
-    """Whether a node computes an expression over the sizes of the inputs."""
+    """Return whether a node computes an expression over the sizes of the inputs."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat))

@@ -274,7 +274,7 @@ def _same_shapes(results: Any, expected: Any) -> bool:
 
 
 def _is_factory(target: Any) -> bool:
-    """Whether an operator is a factory such as `randn_like`, whose results have no gradient in Python."""
+    """Return whether an operator is a factory such as `randn_like`, whose results have no gradient in Python."""
     return {"dtype", "layout", "device", "pin_memory"} <= {argument.name for argument in schema_of(target).arguments}
 
 

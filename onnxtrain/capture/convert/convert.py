@@ -411,7 +411,10 @@ def _tensors(node: torch.fx.Node, results: Any) -> list[torch.Tensor]:
 
 
 def _same_sizes(got: TensorType, expected: TensorType) -> bool:
-    """Whether the sizes agree: different expressions may be equal under the guards, different numbers are not."""
+    """Return whether the sizes agree.
+
+    Different expressions may be equal under the guards, different numbers are not.
+    """
     if len(got.shape) != len(expected.shape):
         return False
     return all(

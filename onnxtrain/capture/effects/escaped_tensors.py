@@ -137,7 +137,7 @@ def _references(value: Any) -> int:
 
 
 def _is_in_autograd(tensor: FakeTensor) -> bool:
-    """Whether C++ refers to a tensor, which counts as one reference."""
+    """Return whether C++ refers to a tensor, which counts as one reference."""
     return use_count(tensor) > 1
 
 

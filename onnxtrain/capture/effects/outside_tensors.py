@@ -72,5 +72,5 @@ class OutsideTensors:
         return self._names.get(memory_key(tensor), "") if can_be_input else ""
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether the graph is valid only for the elements that a tensor has now."""
+        """Return whether the graph is valid only for the elements that a tensor has now."""
         return memory_key(tensor) in self._constant_memory

@@ -130,7 +130,10 @@ def _attention_result(
 
 
 def _broadcasts(mask: torch.Tensor, dtype: torch.dtype, scores_shape: Sequence[Any]) -> bool:
-    """Whether the mask broadcasts to the scores. Sizes not statically known to be equal add a guard, as in PyTorch."""
+    """Return whether the mask broadcasts to the scores.
+
+    Sizes not statically known to be equal add a guard, as in PyTorch.
+    """
     if mask.dim() > len(scores_shape) or mask.dtype not in (torch.bool, dtype):
         return False
     pairs = zip(reversed(mask.shape), reversed(scores_shape), strict=False)

@@ -177,7 +177,7 @@ def _symbol(size: Any) -> Any:
 
 
 def _is_module_state(node: Node) -> bool:
-    """Whether an argument is a parameter or buffer of the user's module."""
+    """Return whether an argument is a parameter or buffer of the user's module."""
     return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 

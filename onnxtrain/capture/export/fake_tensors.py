@@ -35,7 +35,7 @@ class Fakes:
         self.mode = mode
 
     def are_supported(self, *tensors: Any, dtype: Any = FLOATING) -> bool:
-        """Whether all are strided fake tensors of this mode, on one device, with unknown elements and this dtype.
+        """Return whether all are strided fake tensors of this mode and dtype, on one device, with unknown elements.
 
         Args:
             tensors: what an operator was called with.
@@ -61,11 +61,11 @@ class Fakes:
         )
 
     def is_contiguous(self, x: FakeTensor) -> bool:
-        """Whether the expressions of the sizes and strides show that the tensor is contiguous. Adds no guard."""
+        """Return whether the expressions of the sizes and strides show that the tensor is contiguous. Adds no guard."""
         return self._is_row_major(x, is_one)
 
     def has_default_strides(self, x: FakeTensor) -> bool:
-        """Whether the tensor is contiguous, and its axes of size 1 have the strides that a new tensor would have."""
+        """Return whether the tensor is contiguous, and its axes of size 1 have the strides of a new tensor."""
         return self._is_row_major(x, lambda size: False)
 
     def _is_row_major(self, x: FakeTensor, is_any_stride_allowed: Callable[[Any], bool]) -> bool:
@@ -155,12 +155,12 @@ def broadcast_shape(shapes: Sequence[Sequence[Any]]) -> list[Any] | None:
 
 
 def is_one(size: Any) -> bool:
-    """Whether the size is the int 1; False for a symbolic size."""
+    """Return whether the size is the int 1; False for a symbolic size."""
     return isinstance(size, int) and size == 1
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal ints or equal expressions."""
+    """Return whether two sizes are equal ints or equal expressions."""
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
     return bool(a.node.expr == b.node.expr)

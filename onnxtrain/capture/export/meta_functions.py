@@ -67,7 +67,7 @@ def _unary(fakes: Fakes, x: Any, kind: Any = FLOATING, dtype: torch.dtype | None
 
 
 def _like_contiguous(fakes: Fakes, x: Any, kind: Any = FLOATING, dtype: torch.dtype | None = None) -> FakeTensor | None:
-    """A result with the shape of a contiguous operand."""
+    """Return a result with the shape of a contiguous operand."""
     return fakes.like(x, dtype=dtype) if fakes.are_supported(x, dtype=kind) and fakes.has_default_strides(x) else None
 
 
@@ -162,7 +162,7 @@ def _batch_norm(fakes: Fakes, x: Any, weight: Any, bias: Any, *rest: Any) -> tup
 
 
 def _functional_batch_norm(fakes: Fakes, x: Any, *rest: Any) -> tuple[FakeTensor, ...] | None:
-    """The results of `_batch_norm`, and the updated running mean and variance."""
+    """Return the results of `_batch_norm`, and the updated running mean and variance."""
     results = _batch_norm(fakes, x, *rest)
     if results is None or rest[2] is None or rest[3] is None:
         return None
@@ -196,7 +196,7 @@ def _cumsum(fakes: Fakes, x: Any, axis: int, *, dtype: torch.dtype | None = None
 def _nll_loss(
     fakes: Fakes, x: Any, labels: Any, weight: Any, reduction: int, ignore_index: Any
 ) -> tuple[FakeTensor, ...] | None:
-    """The loss of [n, classes] scores and [n] labels as a mean or sum, and the sum of the weights."""
+    """Return the loss of [n, classes] scores and [n] labels as a mean or sum, and the sum of the weights."""
     if not fakes.are_supported(x) or not fakes.are_supported(labels, dtype=torch.int64) or weight is not None:
         return None
     if x.dim() != 2 or labels.dim() != 1 or not is_same(x.shape[0], labels.shape[0]):
@@ -235,7 +235,7 @@ def _cat(fakes: Fakes, tensors: Sequence[Any], axis: int = 0) -> FakeTensor | No
 
 
 def _may_be_channels_last(x: FakeTensor) -> bool:
-    """Whether images or volumes may have adjacent channels in memory."""
+    """Return whether images or volumes may have adjacent channels in memory."""
     if x.dim() not in (4, 5):
         return False
     channels, stride = x.shape[1], x.stride()[1]

@@ -98,7 +98,7 @@ def _fill_diagonal(
 
 
 def is_capturing() -> bool:
-    """Whether this thread is capturing a module. An ORTModule inside that module then runs as a part of it."""
+    """Return whether this thread is capturing a module. An ORTModule inside that module then runs as a part of it."""
     return getattr(_STATE, "is_capturing", False)
 
 

@@ -201,7 +201,7 @@ def _composite_calls(module: GraphModule, state: State) -> Iterator[tuple[Node, 
 
 
 def is_listed(target: Any, state: State) -> bool:
-    """Whether autocast in this state has the operator on its list, and casts its inputs."""
+    """Return whether autocast in this state has the operator on its list, and casts its inputs."""
     return isinstance(target, OpOverload) and _state_inside(target, state) != state
 
 
@@ -223,7 +223,7 @@ class _CallRecorder(TorchDispatchMode):
 
 
 def _casts_inside(node: Node, state: State) -> bool:
-    """Whether autocast changes which operators a call runs inside; True if it fails on fake tensors."""
+    """Return whether autocast changes which operators a call runs inside; True if it fails on fake tensors."""
     state = _state_inside(node.target, state)
     if not state or str(node.target) in RECURRENT:
         return bool(state)

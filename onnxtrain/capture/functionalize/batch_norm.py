@@ -50,7 +50,7 @@ class FunctionalNorm(NamedTuple):
 
 
 def updates_statistics(node: Node) -> bool:
-    """Whether a node is a batch norm that writes to running statistics, which its schema does not declare."""
+    """Return whether a node is a batch norm that writes to running statistics, which its schema does not declare."""
     if node.target is not BATCH_NORM:
         return False
     named = _arguments(node)
@@ -102,7 +102,7 @@ def _results(target: Any, arguments: tuple[Any, ...]) -> tuple[FakeTensor, ...] 
 
 
 def _is_empty(x: torch.Tensor) -> bool:
-    """Whether the tensor is empty at the example's sizes; True if its size depends on data."""
+    """Return whether the tensor is empty at the example's sizes; True if its size depends on data."""
     count: Any = x.numel()
     return not (count if isinstance(count, int) else count.node.hint)
 

@@ -112,12 +112,15 @@ def _is_undefined_composite(target: Any) -> bool:
 
 
 def _samples(target: OpOverload) -> bool:
-    """Whether an operator samples: its decomposition on fake tensors may differ (that of an LSTM loses its dropout)."""
+    """Return whether an operator samples.
+
+    Its decomposition on fake tensors may differ (that of an LSTM loses its dropout).
+    """
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _decomposes_at_all_sizes(node: torch.fx.Node) -> bool:
-    """Whether the decomposition of a call is valid at all sizes at which the call itself is."""
+    """Return whether the decomposition of a call is valid at all sizes at which the call itself is."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
@@ -163,5 +166,5 @@ def record_size_guards(env: ShapeEnv | None) -> Iterator[list[Any]]:
 
 
 def specializes_size(condition: Any) -> bool:
-    """Whether a condition fixes a size; inequalities only select between equivalent implementations."""
+    """Return whether a condition fixes a size; inequalities only select between equivalent implementations."""
     return isinstance(condition, sympy.Eq)

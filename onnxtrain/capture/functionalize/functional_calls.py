@@ -29,7 +29,7 @@ ITEM = ("aten.item.default", "aten._local_scalar_dense.default")
 
 
 def is_convertible(program: ExportedProgram, *, with_casts: bool = False) -> bool:
-    """Whether an export can be converted without functionalization (which takes as long as the export).
+    """Return whether an export can be converted without functionalization (which takes as long as the export).
 
     That requires that autocast is off or its casts are explicit (`with_casts`), and that every call has a definition
     and mutates nothing.
@@ -54,7 +54,7 @@ def _is_functional_call(node: torch.fx.Node) -> bool:
 
 
 def _may_update_buffers(node: torch.fx.Node, target: OpOverload) -> bool:
-    """Whether a call takes running statistics, which norms update although their schemas do not say so."""
+    """Return whether a call takes running statistics, which norms update although their schemas do not say so."""
     if target in _WITHOUT_UPDATES:
         return False
     positional = zip(schema_of(target).arguments, node.args, strict=False)

@@ -76,7 +76,7 @@ def _calls(module: GraphModule) -> list[Node]:
 
 
 def is_grad_enabled(node: Node) -> bool:
-    """Whether grad mode was on when a call was traced."""
+    """Return whether grad mode was on when a call was traced."""
     return bool(node.meta.get(_GRAD_MODE, True))
 
 
@@ -107,7 +107,7 @@ def _can_have_gradient(node: Node) -> bool:
 
 
 def _is_factory(target: Any) -> bool:
-    """Whether an operator creates a tensor without reading elements, as `zeros_like` does."""
+    """Return whether an operator creates a tensor without reading elements, as `zeros_like` does."""
     if not isinstance(target, OpOverload):
         return False
     names = {argument.name for argument in schema_of(target).arguments}
@@ -181,7 +181,7 @@ class _Detacher:
                 _insert_after(part, _DETACH_COPY)
 
     def _may_have_gradient(self, node: Node) -> bool:
-        """Whether a tensor in the node's memory has a gradient."""
+        """Return whether a tensor in the node's memory has a gradient."""
         return not self._with_gradient.isdisjoint(storages_of(node))
 
     def _visit_mutation(self, node: Node, mutated: Sequence[Node]) -> None:

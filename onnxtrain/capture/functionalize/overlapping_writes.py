@@ -43,7 +43,7 @@ def _written_values(node: Node) -> list[Node]:
 
 
 def _overlaps(value: object) -> bool:
-    """Whether a dimension's stride is smaller than the span of the dimensions inside it, at the example's sizes."""
+    """Return whether a dimension's stride is below the span of the dimensions inside it, at the example's sizes."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
     sizes, strides = ([example_size(n) for n in dims] for dims in (value.shape, value.stride()))

@@ -48,7 +48,7 @@ def _calls(program: ExportedProgram) -> Iterator[tuple[Node, OpOverload]]:
 
 
 def is_undeclared_view(node: Node) -> bool:
-    """Whether a composite operator returns views that its schema does not declare.
+    """Return whether a composite operator returns views that its schema does not declare.
 
     If it were kept as one node, a write to the view would not reach the argument.
     """

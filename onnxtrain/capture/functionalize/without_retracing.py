@@ -299,5 +299,5 @@ def _functional_operator(node: Node) -> Any:
 
 
 def _is_grad_mode_region(node: Node) -> bool:
-    """Whether a node is a region of `torch.no_grad()` or `torch.enable_grad()`."""
+    """Return whether a node is a region of `torch.no_grad()` or `torch.enable_grad()`."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"

@@ -46,7 +46,7 @@ class ElementDecision:
     where: str
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether forward takes the same branch for these inputs."""
+        """Return whether forward takes the same branch for these inputs."""
         return _truth(self.graph, self.lifted, tensors) == self.answer
 
 
@@ -175,7 +175,7 @@ def _is_pure(node: torch.fx.Node) -> bool:
 
 
 def _is_temporary(written: Any) -> bool:
-    """Whether a tensor that is changed in place was allocated inside the graph, and is not a view."""
+    """Return whether a tensor that is changed in place was allocated inside the graph, and is not a view."""
     if not isinstance(written, torch.fx.Node) or not isinstance(written.target, OpOverload):
         return False
     schema = schema_of(written.target)

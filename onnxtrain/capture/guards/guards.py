@@ -140,7 +140,7 @@ class Guards:
         self.check = self._compile(alternative)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the graph is valid for these inputs, which must have as many dimensions as those captured."""
+        """Return whether the graph is valid for these inputs, which must have as many dimensions as those captured."""
         return self.check(tensors)
 
     def explain(self, tensors: Sequence[torch.Tensor]) -> str:
@@ -210,7 +210,7 @@ class Guards:
             )
 
     def same_graph(self, other: Guards) -> bool:
-        """Whether the captured graphs compute the same at all sizes."""
+        """Return whether the captured graphs compute the same at all sizes."""
         if self._proof is None or other._proof is None or self.elements or other.elements:
             return False
         if self._fixed_expressions() != other._fixed_expressions():

@@ -254,7 +254,7 @@ def _agrees(result: Any, expected: Any, binding: dict[Any, Any], dtypes: bool) -
 
 
 def same_graph(one: Proof, other: Proof, ones: frozenset[InputDim], *, shapes: bool = False) -> bool:
-    """Whether two graphs of the same inputs have the same nodes if the dimensions in `ones` are 1.
+    """Return whether two graphs of the same inputs have the same nodes if the dimensions in `ones` are 1.
 
     With `shapes`, they must also have the same shapes, as expressions of the inputs': `tensor_split(x, 2)` is one node
     for all lengths of x, but its results have other shapes for odd ones. Without, the caller asks `Proof.reason`.
@@ -320,7 +320,10 @@ def _shapes(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
 
 
 def _changes_nothing(node: Node, renamed: dict[Any, Any]) -> bool:
-    """Whether a view has the sizes and strides of its input; False for `detach` and `alias`, which take no sizes."""
+    """Return whether a view has the sizes and strides of its input.
+
+    False for `detach` and `alias`, which take no sizes.
+    """
     schema = getattr(node.target, "_schema", None)
     if schema is None or len(node.args) + len(node.kwargs) < 2 or not isinstance(node.args[0], Node):
         return False

@@ -162,7 +162,7 @@ def _dims_of_symbol(env: ShapeEnv, symbol: Any) -> Iterator[InputDim]:
 
 
 def _is_of_inputs(value: torch.SymInt | torch.SymBool) -> bool:
-    """Whether a symbolic value depends on the sizes of inputs only."""
+    """Return whether a symbolic value depends on the sizes of inputs only."""
     env = value.node.shape_env
     return env is not None and all(any(_dims_of_symbol(env, symbol)) for symbol in value.node.expr.free_symbols)
 

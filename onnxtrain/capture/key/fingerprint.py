@@ -62,7 +62,7 @@ _PACKAGES = tuple({f"{sysconfig.get_path(kind)}/" for kind in ("purelib", "platl
 
 
 def is_known_by_version(file: str) -> bool:
-    """Whether a file is part of PyTorch, of a package below it, of Python or of onnxtrain."""
+    """Return whether a file is part of PyTorch, of a package below it, of Python or of onnxtrain."""
     if file.startswith((*_FOLDERS, "<frozen ")):
         return True
     if file.startswith(_PACKAGES):
@@ -254,7 +254,7 @@ def file_of(kind: type) -> str:
 
 
 def is_in_package(file: str) -> bool:
-    """Whether a file is part of an installed package, or of one that is identified by its version."""
+    """Return whether a file is part of an installed package, or of one that is identified by its version."""
     return file.startswith(_PACKAGES) or is_known_by_version(file)
 
 

@@ -203,7 +203,7 @@ class ModuleState:
         return None if self.snapshot.first_change(snapshot) is not None else snapshot
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """Whether the module is in this state."""
+        """Return whether the module is in this state."""
         return self.read(module) is not None
 
     def first_change(self, module: torch.nn.Module) -> tuple[str, str] | None:
@@ -254,7 +254,7 @@ def _always_uncertain(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def detects_every_change() -> bool:
-    """Whether a generated check works on this version of Python and PyTorch; if not, the facts decide alone."""
+    """Return whether a generated check works on this version of Python and PyTorch; if not, the facts decide alone."""
 
     def compile_check(module: torch.nn.Module) -> Callable[[], bool]:
         snapshot = Snapshot(module, ["weight", "mean"], None)

@@ -18,7 +18,7 @@ CompileCheck: TypeAlias = Callable[[torch.nn.Module], Callable[[], bool]]
 
 
 def detects_each_kind_of_change(compile_check: CompileCheck) -> bool:
-    """Whether a check made by `compile_check` detects one change of each kind, and that it is reverted."""
+    """Return whether a check made by `compile_check` detects one change of each kind, and that it is reverted."""
     module = _module()
     is_unchanged = compile_check(module)
     # Twice, because Python may move attributes in memory when they are first read or first changed.

@@ -195,7 +195,7 @@ class Snapshot:
         return list({id(tensor): tensor for tensor in self.tensors.values()}.values())
 
     def is_named(self, module: torch.nn.Module, name: str) -> bool:
-        """Whether one of `names` is this attribute of this module."""
+        """Return whether one of `names` is this attribute of this module."""
         return (id(module), name) in self._named
 
     # Tensors
@@ -525,7 +525,10 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
 
 
 def _may_be_forward(file: str) -> bool:
-    """Whether a file may contain code of a forward; torch.export, nn.Module and onnxtrain read every `__dict__`."""
+    """Return whether a file may contain code of a forward.
+
+    Torch.export, nn.Module and onnxtrain read every `__dict__`.
+    """
     if file.startswith(PYTORCH):
         return file.startswith(f"{PYTORCH}nn/") and file != torch_module.__file__
     return not file.startswith(PACKAGE)

@@ -169,7 +169,7 @@ def _expression(snapshot: Snapshot, reference: Reference) -> str:
 
 
 def _is_compared_by_value(value: object) -> bool:
-    """Whether a value is compared by value, because an equal value may be another object, as of `1.5`."""
+    """Return whether a value is compared by value, because an equal value may be another object, as of `1.5`."""
     return isinstance(value, SINGLETON_TYPES) or type(value) in (int, float, str)
 
 
@@ -473,14 +473,17 @@ _WRAPPED_ATTRIBUTES: Mapping[Any, Sequence[str]] = {
 
 
 def _is_container(value: object) -> bool:
-    """Whether `value` is a container whose contents are checked. A dict that computes its values is an object."""
+    """Return whether `value` is a container whose contents are checked.
+
+    A dict that computes its values is an object.
+    """
     if isinstance(value, dict) and type(value).values not in (dict.values, OrderedDict.values):
         return False
     return isinstance(value, CONTAINER_TYPES) and len(value) <= MAX_ELEMENTS
 
 
 def _is_followed(value: object) -> bool:
-    """Whether an object's attributes are checked."""
+    """Return whether an object's attributes are checked."""
     kind = type(value)
     if isinstance(value, (*OPAQUE_TYPES, *CONTAINER_TYPES, type, FunctionType, CodeType)):
         return False
@@ -492,13 +495,16 @@ def _is_followed(value: object) -> bool:
 
 
 def _has_plain_attributes(kind: type) -> bool:
-    """Whether a class looks attributes up as `object` does."""
+    """Return whether a class looks attributes up as `object` does."""
     overridden = {name for base in kind.__mro__[:-1] for name in vars(base)}
     return "__getattribute__" not in overridden and not hasattr(kind, "__getattr__")
 
 
 def _is_implicit(kind: type, name: str) -> bool:
-    """Whether Python calls a method although its name is not in the code. Of modules, forward only runs `__call__`."""
+    """Return whether Python calls a method although its name is not in the code.
+
+    Of modules, forward only runs `__call__`.
+    """
     if not (name.startswith("__") and name.endswith("__") and isinstance(vars(kind)[name], FunctionType)):
         return False
     return not issubclass(kind, torch.nn.Module) or name == "__call__"

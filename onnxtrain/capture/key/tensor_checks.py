@@ -51,7 +51,7 @@ def _cpp_check(tensors: Sequence[torch.Tensor], dynamic_tensors: Sequence[torch.
 
 @functools.cache
 def detects_every_fact() -> bool:
-    """Whether the C++ check of this PyTorch detects a change of each fact."""
+    """Return whether the C++ check of this PyTorch detects a change of each fact."""
     if negated_view is None:
         return False
     with torch.inference_mode(False), torch.no_grad():

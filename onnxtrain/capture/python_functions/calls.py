@@ -289,7 +289,7 @@ _DEPTH = 4  # levels of nested objects that are searched for tensors
 
 
 def _represents_real_tensor(tensor: FakeTensor) -> bool:
-    """Whether a fake tensor was made for a tensor of the user, not for an operator's result (on the device "meta")."""
+    """Return whether a fake tensor stands for a tensor of the user, not for an operator's result (on device "meta")."""
     converter = tensor.fake_mode.fake_tensor_converter.meta_converter
     ids = {tensor_id for tensor_id, fake in converter.tensor_memo.items() if fake is tensor}
     sources = converter.describer.lookup_tensor.items()

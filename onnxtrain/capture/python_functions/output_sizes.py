@@ -63,7 +63,7 @@ def record_specialization() -> Iterator[_Specialization]:
 
 
 def _specializes(expr: Any, value: Any) -> bool:
-    """Whether evaluating `expr` to `value` fixes a size: a number, or an equality with a number that holds."""
+    """Return whether evaluating `expr` to `value` fixes a size: a number, or an equality with a number that holds."""
     if not isinstance(expr, (sympy.logic.boolalg.Boolean, sympy.core.relational.Relational)):
         return True
     is_equality = isinstance(expr, sympy.Eq) == bool(value) and isinstance(expr, (sympy.Eq, sympy.Ne))

@@ -132,7 +132,7 @@ class CaptureCache:
         return frozenset((ids[path], name) for path, name in conditions.reads if path in ids)
 
     def _holds(self, conditions: entry.Conditions, reads: Collection[tuple[int, str]]) -> bool:
-        """Whether the module's attributes, the source files and the globals are as they were at the capture."""
+        """Return whether the module's attributes, the source files and the globals are as they were at the capture."""
         if self._state(conditions.names, reads) != conditions.state:
             return False
         if any(file_hash(file) != file_digest for file, file_digest in conditions.files.items()):

@@ -92,5 +92,5 @@ class CaptureFolder:
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether the file belongs to this user or to root. Files of other users are not read."""
+    """Return whether the file belongs to this user or to root. Files of other users are not read."""
     return not hasattr(os, "getuid") or file.stat().st_uid in (os.getuid(), 0)

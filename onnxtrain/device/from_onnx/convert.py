@@ -100,13 +100,13 @@ class _Walk:
         self._values[value] = constant
 
     def value(self, old: ir.Value) -> ir.Value:
-        """The converted value of a value of the imported graph."""
+        """Return the converted value of a value of the imported graph."""
         if old not in self._values:
             raise ArtifactError(f"The model reads {old.name!r}, which no node or input provides.")
         return self._values[old]
 
     def named(self, name: str) -> ir.Value:
-        """The converted value of the value with this name."""
+        """Return the converted value of the value with this name."""
         for old, new in self._values.items():
             if old.name == name:
                 return new
@@ -286,7 +286,10 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _attributes(node: ir.Node, definition: OpDef) -> dict[str, Any] | None:
-    """The attributes for the definition; None if the node sets one that the definition lacks to a non-default value."""
+    """Return the attributes for the definition.
+
+    None if the node sets one that the definition lacks to a non-default value.
+    """
     attributes = {name: a.value for name, a in node.attributes.items() if name in definition.attributes}
     if node.domain != ONNX:
         return attributes if len(attributes) == len(node.attributes) else None
@@ -303,7 +306,7 @@ def _attributes(node: ir.Node, definition: OpDef) -> dict[str, Any] | None:
 
 
 def _has_undeclared_values(node: ir.Node, definition: OpDef) -> bool:
-    """Whether the node has inputs or used outputs that the definition lacks."""
+    """Return whether the node has inputs or used outputs that the definition lacks."""
     variadic = (names and names[-1].endswith("...") for names in (definition.inputs, definition.outputs))
     more_inputs, more_outputs = (bool(v) for v in variadic)
     used = [i for i, v in enumerate(node.outputs) if traversal.is_used(v)]

@@ -64,7 +64,7 @@ class Source:
         return default if attribute is None else attribute.value
 
     def refuse(self, problem: str, todo: str) -> ArtifactError:
-        """An error about this node: its description followed by `problem`."""
+        """Return an error about this node: its description followed by `problem`."""
         return ArtifactError(f"{traversal.describe(self.node)} {problem}.", traversal.origin(self.node), todo=todo)
 
 
@@ -122,7 +122,7 @@ def _expand(s: Source) -> Results:
 
 
 def _held(value: ir.Value) -> sizes.Sizes | None:
-    """The dimensions in a shape vector."""
+    """Return the dimensions in a shape vector."""
     return known_ints(value) if dtype_of(value) == INT64 and rank_of(value) == 1 else None
 
 
@@ -145,7 +145,7 @@ def _equal(s: Source) -> Results:
 
 
 def _is_decided(a: Size, b: Size) -> bool:
-    """Whether the equality of two dimensions is known; dimensions are not negative."""
+    """Return whether the equality of two dimensions is known; dimensions are not negative."""
     if a == b or (isinstance(a, int) and isinstance(b, int)):
         return True
     return any(isinstance(size, int) and size < 0 for size in (a, b))
@@ -192,7 +192,7 @@ def _batch_norm(s: Source) -> Results:
 
 
 def _biased_variance(op: Builder, x: ir.Value, mean: ir.Value, running: ir.Value, momentum: float) -> ir.Value:
-    """The running variance as ONNX defines it: divided by the count, not by count - 1 as in PyTorch."""
+    """Return the running variance as ONNX defines it: divided by the count, not by count - 1 as in PyTorch."""
     rank = rank_of(x)
     centred = op.Sub(x, reshaped(op, mean, [1, sizes.dims_of(x)[1], *[1] * (rank - 2)]))
     variance = mean_over(op, op.Mul(centred, centred), [axis for axis in range(rank) if axis != 1])

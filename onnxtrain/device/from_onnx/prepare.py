@@ -49,7 +49,10 @@ def prepare(model: ir.Model) -> ir.Model:
 
 
 def trains(node: ir.Node) -> bool:
-    """Whether a BatchNormalization is in training mode: it uses batch statistics and updates the running ones."""
+    """Return whether a BatchNormalization is in training mode.
+
+    It uses batch statistics and updates the running ones.
+    """
     flag = node.attributes.get("training_mode")
     if flag is not None and flag.as_int():
         return True
@@ -59,7 +62,7 @@ def trains(node: ir.Node) -> bool:
 
 
 def statistics(model: ir.Model) -> list[str]:
-    """The running statistics of BatchNormalization, which training updates: the names of their initializers."""
+    """Return the running statistics of BatchNormalization, which training updates: the names of their initializers."""
     names: dict[str, None] = {}
     for node in model.graph:
         if (node.domain, node.op_type) == (ONNX, "BatchNormalization") and trains(node):
@@ -70,6 +73,6 @@ def statistics(model: ir.Model) -> list[str]:
 
 
 def constant_number(value: ir.Value | None) -> float | int | bool | None:
-    """The number in a constant of one element; None if the value is computed or absent."""
+    """Return the number in a constant of one element; None if the value is computed or absent."""
     array = constant_of(value)
     return None if array is None or array.size != 1 else array.reshape(()).item()

@@ -96,7 +96,7 @@ def _dtype(value: ir.Value) -> torch.dtype:
 
 
 def compiled_call(call: Call, ordinary: Run) -> Run:
-    """The call as a program in C++. `ENTRY.functions` must be available."""
+    """Return the call as a program in C++. `ENTRY.functions` must be available."""
     address = ctypes.cast(call.function, ctypes.c_void_p)
     run: Run = ENTRY.functions.make(
         address, ordinary, call.inputs, call.read, call.outputs, call.results, call.sizes_in or None, call.sizes_out
@@ -105,7 +105,7 @@ def compiled_call(call: Call, ordinary: Run) -> Run:
 
 
 def python_call(call: Call, ordinary: Run) -> Run:
-    """The call as a program in generated Python."""
+    """Return the call as a program in generated Python."""
     inputs = [f"a{i}" for i in range(len(call.inputs))]
     outputs = [f"o{i}" for i in range(len(call.outputs))]
     results = ["None" if i is None else inputs[-1 - i] if i < 0 else outputs[i] for i in call.results]

@@ -39,7 +39,7 @@ Results = tuple[tuple[Any, ...], tuple[int, ...]]
 
 
 def may_be_cpp_program(part: Part, least: int = 2) -> bool:
-    """Whether a part of at least `least` nodes may be compiled; its sizes and operators are checked later."""
+    """Return whether a part of at least `least` nodes may be compiled; its sizes and operators are checked later."""
     tensor_nodes = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
     if not least <= len(tensor_nodes) <= _MOST_NODES or any(definition_of(n).effects for n in tensor_nodes):
         return False
@@ -53,7 +53,7 @@ def may_be_cpp_program(part: Part, least: int = 2) -> bool:
 
 
 def _root(value: ir.Value) -> ir.Value:
-    """The value whose memory this one shares."""
+    """Return the value whose memory this one shares."""
     node = value.producer()
     while node is not None:
         source = view_source(node, value.index() or 0, definition_of(node))

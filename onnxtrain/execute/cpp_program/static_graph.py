@@ -70,7 +70,7 @@ def static_graph(part: Part, shapes: Sequence[Sequence[int]], sizes_in: Sequence
 
 
 def bind_sizes(part: Part, shapes: Sequence[Sequence[int]], sizes_in: Sequence[int]) -> dict[str, int]:
-    """The integer of each symbol of a part.
+    """Return the integer of each symbol of a part.
 
     Args:
         part: the part to run.
@@ -96,7 +96,7 @@ def bind_sizes(part: Part, shapes: Sequence[Sequence[int]], sizes_in: Sequence[i
 def _with_static_sizes(
     part: Part, sizes_in: Sequence[int], symbol_values: dict[str, int], values: dict[ir.Value, ir.Value]
 ) -> ir.Graph:
-    """The nodes of the part as a graph in which every size is static."""
+    """Return the nodes of the part as a graph in which every size is static."""
     read = {v for node in part.nodes for v in node.inputs} | set(part.outputs)
     constants = {v for v in read if v is not None and v.const_value is not None}
     for value in (*part.inputs, *part.sizes_in, *constants):

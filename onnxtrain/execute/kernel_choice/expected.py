@@ -20,12 +20,12 @@ _DYNAMIC_SIZE = 32  # for batch and sequence length each: a thousand rows
 
 
 def expected_kernel(node: ir.Node, device: str) -> Kernel:
-    """The kernel that is expected to be fastest; most nodes have only one."""
+    """Return the kernel that is expected to be fastest; most nodes have only one."""
     return min(expected_seconds(node, device), key=itemgetter(1))[0]
 
 
 def expected_seconds(node: ir.Node, device: str) -> list[tuple[Kernel, float]]:
-    """The candidates of a node with the expected seconds of each; 0 if there is only one."""
+    """Return the candidates of a node with the expected seconds of each; 0 if there is only one."""
     definition = definition_of(node)
     candidates = definition.candidates(node, device)
     if len(candidates) == 1:
@@ -52,7 +52,7 @@ class CachedExpectations:
 
 
 def expected_shapes(node: ir.Node) -> Shapes:
-    """The shapes of a node's inputs, with an integer for every symbolic dimension."""
+    """Return the shapes of a node's inputs, with an integer for every symbolic dimension."""
     return tuple(() if v is None else tuple(map(_expected_size, sizes.dims_of(v))) for v in node.inputs)
 
 

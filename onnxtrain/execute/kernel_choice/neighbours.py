@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def worse_nearby(question: str, sizes: str, candidates: Sequence[str], answers: Answers) -> set[str]:
-    """The candidates that were slower than another one at the nearest measured sizes.
+    """Return the candidates that were slower than another one at the nearest measured sizes.
 
     Args:
         question: an op, its attributes and element type.
@@ -37,7 +37,7 @@ def worse_nearby(question: str, sizes: str, candidates: Sequence[str], answers: 
 
 
 def _nearest(question: str, sizes: str, answers: Answers) -> tuple[Answer | None, float]:
-    """The clean answer at the nearest sizes, and their distance in doublings."""
+    """Return the clean answer at the nearest sizes, and their distance in doublings."""
     nearest, least = None, _FARTHEST
     for key, answer in tuple(answers.items()):  # another thread may add one meanwhile
         if answer.is_clean and key.startswith(f"{question} "):
@@ -48,7 +48,7 @@ def _nearest(question: str, sizes: str, answers: Answers) -> tuple[Answer | None
 
 
 def _doublings(a: str, b: str) -> float:
-    """The doublings between two texts of sizes that differ in one size, wherever it occurs; else infinite."""
+    """Return the doublings between two texts of sizes that differ in one size, wherever it occurs; else infinite."""
     (a_template, a_sizes), (b_template, b_sizes) = _split_sizes(a), _split_sizes(b)
     if a_template != b_template or 0 in a_sizes or 0 in b_sizes:
         return math.inf
@@ -58,5 +58,5 @@ def _doublings(a: str, b: str) -> float:
 
 @functools.lru_cache(4096)
 def _split_sizes(text: str) -> tuple[str, tuple[int, ...]]:
-    """The text with each integer replaced by "#", and the integers."""
+    """Return the text with each integer replaced by "#", and the integers."""
     return _NUMBER.sub("#", text), tuple(map(int, _NUMBER.findall(text)))

@@ -31,7 +31,7 @@ _LOCK_SECONDS = 0.2  # a training step does not wait longer: the times are writt
 
 
 def setting() -> dict[str, Any]:
-    """The facts that times depend on besides the question: processor, threads and library versions."""
+    """Return the facts that times depend on besides the question: processor, threads and library versions."""
     machine = current_machine()
     return {
         "processor": machine.processor,
@@ -45,20 +45,20 @@ def setting() -> dict[str, Any]:
 
 @functools.cache
 def _libraries() -> list[str]:
-    """The versions of MKL and oneDNN, as PyTorch reports them."""
+    """Return the versions of MKL and oneDNN, as PyTorch reports them."""
     lines = map(str.strip, torch.__config__.show().splitlines())
     return [line.removeprefix("- ") for line in lines if "MKL-DNN" in line or "Math Kernel Library" in line]
 
 
 def file_of(folder: Path | None = None) -> Path:
-    """The file for this machine in `folder`, by default in the cache folder."""
+    """Return the file for this machine in `folder`, by default in the cache folder."""
     text = json.dumps(setting(), sort_keys=True)
     name = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     return (cache_folder("kernels") if folder is None else folder) / name
 
 
 def load(file: Path) -> Answers:
-    """The answers in a file; none, with a warning, if it is damaged or from another machine."""
+    """Return the answers in a file; none, with a warning, if it is damaged or from another machine."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["machine"] != setting():

@@ -82,11 +82,11 @@ class Answer:
         return bool(self.choice) and all(s.clean for s in self.samples.values())
 
     def _best(self, candidates: Sequence[str]) -> str:
-        """The fastest so far; the first if nothing is measured."""
+        """Return the fastest so far; the first if nothing is measured."""
         return min(candidates, key=lambda c: self._samples_of(c).seconds)
 
     def next(self, candidates: Sequence[str]) -> str:
-        """The candidate to call now: the choice, or the one with the fewest calls.
+        """Return the candidate to call now: the choice, or the one with the fewest calls.
 
         On a busy machine, such as while kernels compile, a call says little and takes longer. The best so far is then
         called, unless trials have taken only a small share of the time.
@@ -103,7 +103,7 @@ class Answer:
         return self.samples.get(candidate, Samples())
 
     def is_done(self, candidate: str) -> bool:
-        """Whether it was called often enough."""
+        """Return whether it was called often enough."""
         samples = self._samples_of(candidate)
         best = min(s.seconds for s in (samples, *self.samples.values()))
         hopeless = any(samples.clean >= count and samples.seconds > times * best for count, times in HOPELESS.items())
@@ -138,5 +138,5 @@ Answers = dict[str, Answer]
 
 
 def merged(older: Mapping[str, Answer], newer: Mapping[str, Answer]) -> Answers:
-    """All clean answers, from `newer` if both have one."""
+    """Return all clean answers, from `newer` if both have one."""
     return {key: answer for answers in (older, newer) for key, answer in answers.items() if answer.is_clean}

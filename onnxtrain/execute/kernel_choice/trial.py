@@ -44,7 +44,7 @@ class _Case:
         return self.candidates.get(self.answer.choice)
 
     def ready(self) -> tuple[str, ...]:
-        """The candidates that can run.
+        """Return the candidates that can run.
 
         The others start to compile when these have been measured: a compiler takes processor time, and if sizes change
         with every step nothing is ever settled. Candidates that cannot be compiled are dropped.
@@ -147,14 +147,14 @@ class _Threads:
         self._lock = threading.Lock()  # a descriptor closed twice may belong to another file by then
 
     def seconds_waited(self) -> float:
-        """The seconds that all threads have waited so far."""
+        """Return the seconds that all threads have waited so far."""
         with self._lock:
             if time.monotonic() - self._listed > _LIST_SECONDS:
                 self._list()
             return self._total()
 
     def seconds_since(self, before: float) -> float:
-        """The seconds that they have waited since `before`, a result of `seconds_waited`."""
+        """Return the seconds that they have waited since `before`, a result of `seconds_waited`."""
         with self._lock:
             return max(0.0, self._total() - before)
 
@@ -179,7 +179,7 @@ _THREADS = _Threads()
 
 
 def question(node: ir.Node) -> str:
-    """A node's op, attributes and element type, as text."""
+    """Return a node's op, attributes and element type, as text."""
     attributes = ", ".join(f"{a.name}={a.value}" for a in sorted(node.attributes.values(), key=lambda a: a.name))
     first = next(v for v in node.inputs if v is not None)
     return f"{node.domain or 'ai.onnx'}::{node.op_type}({attributes}) {dtype_of(first).name.lower()}"

@@ -33,7 +33,7 @@ _ANSWERS: dict[Path, Answers] = {}  # of this process, by the file that keeps th
 
 
 def answers_in(file: Path) -> Answers:
-    """All answers: those in the file, and those of this process."""
+    """Return all answers: those in the file, and those of this process."""
     with _LOCK:
         if file not in _ANSWERS:
             _ANSWERS[file] = load(file)
@@ -48,7 +48,7 @@ def make_program(
     layout: ChannelsLast | None = None,
     fused_calls: FusedCalls | None = None,
 ) -> Program:
-    """The program of a part, which measures kernels if nodes have several; for `fused_calls` see `Program`.
+    """Return the program of a part, which measures kernels if nodes have several; for `fused_calls` see `Program`.
 
     If results must have the same bits in every run, the cost model alone decides.
     """
@@ -62,7 +62,7 @@ def make_program(
 
 
 def _is_tunable(node: ir.Node, expected: CachedExpectations, device: str) -> bool:
-    """Whether a node has several kernels, and takes long enough at some size for the choice to matter."""
+    """Return whether a node has several kernels, and takes long enough at some size for the choice to matter."""
     candidates = expected.seconds(node, device)
     if len(candidates) == 1:
         return False
@@ -151,7 +151,7 @@ class TunedProgram(Program):
         return Kernel(lower=lambda n, *arguments: Call(trial, *arguments))
 
     def _variant(self, kernels: Sequence[Kernel]) -> Program:
-        """The program with these kernels, one for each tunable node."""
+        """Return the program with these kernels, one for each tunable node."""
         names = tuple(kernel.name for kernel in kernels)
         variant = self._variants.get(names)
         if variant is None:
@@ -171,7 +171,7 @@ def _size_class(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _shaping_inputs(part: Part, tunable: Sequence[ir.Node]) -> list[ir.Value]:
-    """A few inputs whose shapes determine every symbol of the tunable nodes that any input's shape determines."""
+    """Return a few inputs whose shapes determine all symbols of the tunable nodes that inputs determine."""
     values = [v for node in tunable for v in node.inputs if v is not None]
     missing = {name for v in values for size in sizes.dims_of(v) for name in sizes.symbols(size)}
     shaping = []

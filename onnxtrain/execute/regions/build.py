@@ -66,7 +66,7 @@ def _build_one(request: Request, dump: Path | None) -> Path | BuildError:
 
 
 def _cached_library(request: Request) -> Path:
-    """The path of the library in the cache; compiles it first if it is missing."""
+    """Return the path of the library in the cache; compiles it first if it is missing."""
     folder = cache_folder("regions")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = folder / f"region-{request.key}.so"

@@ -84,7 +84,7 @@ def compile_in(folder: Path) -> None:
 
 
 def _typical_shape(value: ir.Value, shape: list[int]) -> list[int]:
-    """The shape of an input in a typical call, with each dynamic size at least `LEAST_SIZE`."""
+    """Return the shape of an input in a typical call, with each dynamic size at least `LEAST_SIZE`."""
     pairs = zip(sizes.dims_of(value), shape, strict=True)
     return [max(n, request.LEAST_SIZE) if isinstance(size, str) else n for size, n in pairs]
 

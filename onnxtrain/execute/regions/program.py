@@ -57,7 +57,7 @@ def watch(program: Program, options: Options, device: torch.device, make_program
 
 
 def _dump_folder(options: Options) -> Path | None:
-    """The folder for the graphs and libraries of regions; None unless graphs are saved."""
+    """Return the folder for the graphs and libraries of regions; None unless graphs are saved."""
     saved = options.save_graphs
     return saved and saved.with_name(f"{saved.name}_regions")
 
@@ -139,7 +139,7 @@ class FusedProgram:
             self.settled = True
 
     def _requests(self, regions: Sequence[Region], storages: Storages) -> tuple[list[Request], dict[str, list[Region]]]:
-        """One request for each set of equal regions, and the regions by the request's key."""
+        """Return one request for each set of equal regions, and the regions by the request's key."""
         requests: list[Request] = []
         regions_of: dict[str, list[Region]] = {}
         for region in regions:
@@ -161,7 +161,7 @@ class FusedProgram:
         return large and (region.gains or self._options.kernels == "fused-all")
 
     def _calls(self, request: Request, library: Path | BuildError, regions: Sequence[Region]) -> list[RegionCall]:
-        """The calls of equal regions; none if there is no kernel that computes the same."""
+        """Return the calls of equal regions; none if there is no kernel that computes the same."""
         try:
             if isinstance(library, BuildError):
                 raise library
@@ -204,7 +204,7 @@ class FusedProgram:
 
 
 def _priority(regions: Sequence[Region], storages: Storages) -> tuple[bool, int]:
-    """The largest is compiled first: regions that are known to gain, then by the bytes that a step saves."""
+    """Return the priority of compilation: regions that are known to be faster, then by the bytes that a step saves."""
     itemsize = dtype_of(regions[0].part.nodes[0].outputs[0]).itemsize
     saved = sum(region.saved * storages.number(region.elements) for region in regions)
     return regions[0].gains, int(itemsize) * saved

@@ -64,7 +64,7 @@ class Request:
 
 
 def _device_kind(device: torch.device) -> tuple[str, ...]:
-    """The kind of a device: its library runs on any device of this kind."""
+    """Return the kind of a device: its library runs on any device of this kind."""
     if device.type == "cpu":
         return ("cpu",)
     return (device.type, torch.cuda.get_device_name(device), f"{torch.version.cuda} {torch.version.hip}")
@@ -77,7 +77,7 @@ def read_request(folder: Path) -> tuple[ir.Model, dict[str, Any]]:
 
 
 def _graph(part: Part) -> ir.Graph:
-    """The region's nodes as a graph, with names that do not depend on the model."""
+    """Return the region's nodes as a graph, with names that do not depend on the model."""
     values = {value: traversal.clone_value(value) for value in part.inputs}
     read = dict.fromkeys(v for node in part.nodes for v in node.inputs)
     constants = [v for v in read if v is not None and v.const_value is not None]

@@ -59,7 +59,7 @@ class SubscriberManager:
         self._run_ctx.global_states.execution_step = 0
 
     def get_subscriber(self, subscriber_type: type[SubscriberBase]) -> SubscriberBase:
-        """The first subscriber of this type.
+        """Return the first subscriber of this type.
 
         Raises:
             RuntimeError: no subscriber has this type.
@@ -72,7 +72,7 @@ class SubscriberManager:
         )
 
     def get_run_context(self) -> RuntimeStates:
-        """The current step and the index of each module."""
+        """Return the current step and the index of each module."""
         return self._run_ctx
 
     def _before(self) -> Any:
@@ -134,7 +134,7 @@ class SubscriberManager:
 
 
 def is_computed(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has values: not during a capture."""
+    """Return whether the tensor has values: not during a capture."""
     return not is_capturing() and not is_fake(tensor)
 
 

@@ -50,7 +50,7 @@ class SubscriberBase:
         self._end_step = end_step
 
     def watches(self, step: int) -> bool:
-        """Whether this step is observed."""
+        """Return whether this step is observed."""
         return step >= self._start_step and (self._end_step is None or step < self._end_step)
 
     def pre_forward_module_apply_impl(

@@ -106,21 +106,21 @@ class ModelReport:
         return sum(time.ms for time in self.times)
 
     def passes(self) -> list[tuple[str, PassReport]]:
-        """The passes that applied or refused something, with their stage."""
+        """Return the passes that applied or refused something, with their stage."""
         return [(s.name, p) for s in self.compiled.stages for p in s.passes if p.applied or p.refused]
 
     def idle(self) -> list[str]:
-        """The passes without matches."""
+        """Return the passes without matches."""
         busy = {p.name for _, p in self.passes()}
         return list(dict.fromkeys(p.name for s in self.compiled.stages for p in s.passes if p.name not in busy))
 
     def other_stages(self) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-        """The stages without passes that applied or refused something."""
+        """Return the stages without passes that applied or refused something."""
         stages = (s for s in self.compiled.stages if not s.passes and (s.applied or s.refused))
         return [(stage.name, stage.applied, tuple(map(str, stage.refused))) for stage in stages]
 
     def op_changes(self) -> list[tuple[str, int, int]]:
-        """The count of each op in the captured and in the executed graph; ops whose counts differ come first."""
+        """Return the count of each op in the captured and in the executed graph; ops whose counts differ come first."""
         ops = sorted({n.op for n in (*self.captured.nodes, *self.executed.nodes)})
         rows = [(op, self.captured.count(op), self.executed.count(op)) for op in ops]
         return sorted(rows, key=lambda row: (row[1] == row[2], -row[1] - row[2], row[0]))
@@ -172,7 +172,7 @@ def _shape(value: ir.Value) -> str:
 
 
 def node_times(profile: torch.profiler.profile, ops: Iterable[str], steps: int) -> tuple[NodeTime, ...]:
-    """The times of the nodes, from a profile over several steps.
+    """Return the times of the nodes, from a profile over several steps.
 
     Args:
         profile: a stopped profiler.

@@ -58,11 +58,11 @@ class Array:
         return all(size == 1 or a == b for size, a, b in zip(self.shape, self.strides, expected, strict=True))
 
     def with_dims(self, shape: Sequence[int], strides: Sequence[int]) -> Array:
-        """A view of the same memory."""
+        """Return a view of the same memory."""
         return Array(self.name, self.dtype, tuple(shape), tuple(strides))
 
     def broadcast(self, shape: Shape) -> Array:
-        """A view of this shape, with stride 0 along broadcast dimensions."""
+        """Return a view of this shape, with stride 0 along broadcast dimensions."""
         missing = len(shape) - len(self.shape)
         strides = [0 if size == 1 else stride for size, stride in zip(self.shape, self.strides, strict=True)]
         return self.with_dims(shape, [0] * missing + strides)
@@ -74,7 +74,7 @@ def strides_of(shape: Sequence[int]) -> Shape:
 
 
 def loops(arrays: Sequence[Array], body: Callable[[list[str]], str], *, independent: bool = True) -> list[str]:
-    """The lines of loops over arrays of one shape.
+    """Return the lines of loops over arrays of one shape.
 
     Args:
         arrays: what the body reads and writes.

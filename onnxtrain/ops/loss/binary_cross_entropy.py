@@ -48,7 +48,7 @@ def _types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _may_broadcast(source: sizes.Sizes, target: sizes.Sizes) -> bool:
-    """Whether `source` may broadcast to `target`; symbolic dimensions count as compatible."""
+    """Return whether `source` may broadcast to `target`; symbolic dimensions count as compatible."""
     if len(source) > len(target):
         return False
     pairs = zip(reversed(source), reversed(target), strict=False)
@@ -56,7 +56,7 @@ def _may_broadcast(source: sizes.Sizes, target: sizes.Sizes) -> bool:
 
 
 def _axes(n: NodeView, inputs: Sequence[Any], loss_first: bool) -> str:
-    """The axis map: weights align with x from the right. The gradient of a mean depends on every dimension."""
+    """Return the axis map: weights align with x from the right. The gradient of a mean depends on every dimension."""
     if loss_first and n.reduction == "mean":
         return NO_AXES
     rank = rank_of(n.x)
@@ -69,7 +69,7 @@ def _axes(n: NodeView, inputs: Sequence[Any], loss_first: bool) -> str:
 
 
 def _widened(op: Builder, n: NodeView, *names: str) -> list[Any]:
-    """The named inputs in the dtype of the computation; None for an absent one."""
+    """Return the named inputs in the dtype of the computation; None for an absent one."""
     dtype = accumulation_dtype(dtype_of(n.x))
     inputs = (getattr(n, name) for name in names)
     return [None if v is None else cast(op, v, dtype) for v in inputs]
@@ -223,7 +223,7 @@ define_fused(
 def logits_backward(
     dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, pos_weight: Tensor | None, mean: bool
 ) -> Tensor:
-    """The formula of PyTorch's autograd, which has no single backward operator for it."""
+    """Return the formula of PyTorch's autograd, which has no single backward operator for it."""
     if pos_weight is None:
         slope = x.sigmoid().sub_(target)
     else:

@@ -40,7 +40,7 @@ Tensor = torch.Tensor
 def nll_loss(
     x: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """The loss and total_weight by PyTorch's kernels."""
+    """Return the loss and total_weight by PyTorch's kernels."""
     if x.ndim == 2:
         return aten.nll_loss_forward.default(x, labels, weights, reduction, ignore_index)  # type: ignore[no-any-return]
     if x.ndim == 4:
@@ -79,7 +79,7 @@ def _as_image(x: Tensor, leading: int) -> Tensor:
 def cross_entropy(
     scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernels of PyTorch's cross_entropy_loss; returns the log-probabilities and total_weight for backward too."""
+    """Run the kernels of PyTorch's cross_entropy_loss; also return log-probabilities and total_weight for backward."""
     log_prob = torch.log_softmax(scores, 1, dtype)
     loss, total_weight = nll_loss(log_prob, labels, weights, reduction, ignore_index)
     return loss, log_prob, total_weight
@@ -96,7 +96,7 @@ def cross_entropy_backward(
     ignore_index: int,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """The backward kernels of `cross_entropy`."""
+    """Run the backward kernels of `cross_entropy`."""
     d_log_prob = nll_loss_backward(dy, log_prob, labels, weights, reduction, ignore_index, total_weight)
     if dy.device.type == "cpu":
         # In place: the kernel sums a row before it writes it, so no second tensor of the scores' size is needed.
@@ -112,7 +112,7 @@ def cross_entropy_backward(
 
 
 def _ignored(op: Builder, n: NodeView) -> ir.Value | None:
-    """A mask of the ignored labels; None if no label can be ignored."""
+    """Return a mask of the ignored labels; None if no label can be ignored."""
     if n.ignore_index is None:
         return None
     result: ir.Value = op.Equal(n.labels, n.ignore_index)
@@ -128,7 +128,7 @@ def _zero_ignored(op: Builder, ignored: ir.Value | None, x: ir.Value) -> ir.Valu
 
 
 def _label_weights(op: Builder, n: NodeView, ignored: ir.Value | None, dtype: ir.DataType) -> ir.Value:
-    """The weight of each label, 0 where it is ignored."""
+    """Return the weight of each label, 0 where it is ignored."""
     if n.weights is None:
         weights = op.Expand(op.scalar(1, dtype), op.shape_of(n.labels))
     else:
@@ -141,7 +141,7 @@ def _summed(op: Builder, x: ir.Value) -> ir.Value:
 
 
 def losses(op: Builder, n: NodeView, log_prob: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The reduced loss and total_weight."""
+    """Return the reduced loss and total_weight."""
     ignored, one = _ignored(op, n), int64_vector(op, [1])
     weight = _label_weights(op, n, ignored, dtype_of(log_prob))
     at_labels = op.GatherElements(log_prob, op.Unsqueeze(_zero_ignored(op, ignored, n.labels), one), axis=1)
@@ -163,7 +163,7 @@ def weighted_cotangent(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Value
 
 
 def label_mask(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
-    """The one-hot mask of the labels, of x's shape."""
+    """Return the one-hot mask of the labels, of x's shape."""
     shape = sizes.dims_of(x)
     classes = op.Range(op.scalar(0, ir.DataType.INT64), op.size(shape[1]), op.scalar(1, ir.DataType.INT64))
     classes = reshaped(op, classes, [1, shape[1], *[1] * (len(shape) - 2)])
@@ -175,7 +175,7 @@ def label_mask(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
 
 
 def axis_names(x: ir.Value) -> tuple[str, str]:
-    """The axes of the scores and those of the labels."""
+    """Return the axes of the scores and those of the labels."""
     inner = [f"d{i}" for i in range(rank_of(x) - 2)]
     return " ".join(["n", "[c]", *inner]), " ".join(["n", *inner])
 
@@ -354,7 +354,10 @@ CROSS_ENTROPY = define_fused(
 
 
 def aten_ignore_index(ignore_index: Any) -> Any:
-    """The ignore_index for PyTorch's kernels, which always ignore one label; None becomes an index of no class."""
+    """Return the ignore_index for PyTorch's kernels, which always ignore one label.
+
+    None becomes an index of no class.
+    """
     return -100 if ignore_index is None else ignore_index
 
 

@@ -64,7 +64,7 @@ LIBRARY = Library(
 def loss_by_aten(
     scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The forward op with PyTorch's operators; log_sum is minus the log-probability of the largest score."""
+    """Compute the forward op with PyTorch's operators; log_sum is minus the log-probability of the largest score."""
     log_prob = torch.log_softmax(scores, 1)
     loss, total_weight = nll_loss(log_prob, labels, weights, reduction, ignore_index)
     if scores.size(1) == 0:
@@ -84,7 +84,7 @@ def gradient_by_aten(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """The backward op with PyTorch's operators, in one buffer."""
+    """Compute the backward op with PyTorch's operators, in one buffer."""
     factor, class_indices = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
     factor = factor.unsqueeze(1)
     dx = torch.sub(scores, peak.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).exp_().mul_(factor)
@@ -94,7 +94,10 @@ def gradient_by_aten(
 def _cotangents(
     dy: Tensor, labels: Tensor, weights: Tensor | None, total_weight: Tensor, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """The cotangent of each row's loss times its weight, 0 for ignored rows; and the labels, 0 for ignored rows."""
+    """Return the cotangent of each row's loss times its weight, 0 for ignored rows.
+
+    And the labels, 0 for ignored rows.
+    """
     ignored = labels == ignore_index
     class_indices = labels.masked_fill(ignored, 0)
     factor = dy / total_weight if reduction == 1 else dy
@@ -106,7 +109,7 @@ def _cotangents(
 def compiled_loss(
     scores: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The forward op with the compiled kernel once it is loaded. For an invalid label, PyTorch raises its own error."""
+    """Run the forward op with the compiled kernel once it is loaded. PyTorch raises the error for an invalid label."""
     native = _compiled_functions(scores, labels, weights)
     if native is None:
         return loss_by_aten(scores, labels, weights, reduction, ignore_index)
@@ -136,7 +139,7 @@ def compiled_gradient(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """The backward op with the compiled kernel once it is loaded, whichever kernel forward used."""
+    """Run the backward op with the compiled kernel once it is loaded, whichever kernel forward used."""
     native = _compiled_functions(scores, labels, weights)
     if native is None:
         return gradient_by_aten(dy, scores, peak, log_sum, labels, weights, total_weight, reduction, ignore_index)
@@ -151,7 +154,10 @@ def compiled_gradient(
 
 
 def _compiled_functions(scores: Tensor, labels: Tensor, weights: Tensor | None) -> Any:
-    """The compiled functions, else None: unsupported tensors, or still compiling. Requests the compile if needed."""
+    """Return the compiled functions, else None: unsupported tensors, or still compiling.
+
+    Requests the compile if needed.
+    """
     supported = (
         scores.dtype in _CPP_TYPES
         and scores.dim() == 2

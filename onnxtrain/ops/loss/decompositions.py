@@ -19,7 +19,7 @@ from onnxtrain.ops.registry import capture_call, register_captures
 
 
 def _same_dtype(*values: ir.Value) -> bool:
-    """Whether all values have one dtype. Otherwise PyTorch promotes at each operator of the decomposition."""
+    """Return whether all values have one dtype. Otherwise PyTorch promotes at each operator of the decomposition."""
     return len({dtype_of(v) for v in values}) == 1
 
 
@@ -73,7 +73,7 @@ def _margin_ranking_loss(
 def _pairwise_distance(
     op: Builder, first: ir.Value, second: ir.Value, p: float = 2, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
-    """The p-norm of first - second + eps over the last axis."""
+    """Return the p-norm of first - second + eps over the last axis."""
     if not _same_dtype(first, second):
         return NotImplemented
     return _norm(op, add_scalar(op, op.Sub(first, second), eps), p, -1, keepdim)
@@ -120,7 +120,7 @@ def _poisson_nll_loss(
 
 
 def _cosine_similarity(op: Builder, first: ir.Value, second: ir.Value, dim: int = 1, eps: float = 1e-8) -> Any:
-    """The dot product of both, each divided by its norm, clamped to at least eps."""
+    """Return the dot product of both, each divided by its norm, clamped to at least eps."""
     if not same_shape(first, second):
         return NotImplemented
     first, second = promoted(op, first, second)  # as PyTorch does
@@ -129,7 +129,7 @@ def _cosine_similarity(op: Builder, first: ir.Value, second: ir.Value, dim: int 
 
 
 def _clamped_norm(op: Builder, x: ir.Value, dim: int, eps: float) -> ir.Value:
-    """The norm, clamped to at least eps. Its gradient ignores the clamp, as in PyTorch."""
+    """Return the norm, clamped to at least eps. Its gradient ignores the clamp, as in PyTorch."""
     norm = _norm(op, x, 2, dim, True)
     deficit = op.Sub(_at_least(op, norm, eps), norm)
     result: ir.Value = op.Add(norm, op.own.Detach(deficit))

@@ -106,14 +106,14 @@ def _rows(
 
 
 def linear_cross_entropy(x: Tensor, w: Tensor, *arguments: Any) -> Tensor:
-    """The loss; see `linear_cross_entropy_with_gradients`."""
+    """Return the loss; see `linear_cross_entropy_with_gradients`."""
     return linear_cross_entropy_with_gradients(x, w, *arguments, mask=(False, False, False))[0]
 
 
 def linear_cross_entropy_backward(
     dy: Tensor, x: Tensor, w: Tensor, *arguments: Any, mask: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients; see `linear_cross_entropy_with_gradients`."""
+    """Return the gradients; see `linear_cross_entropy_with_gradients`."""
     return linear_cross_entropy_with_gradients(x, w, *arguments, mask=mask, dy=dy)[1:]
 
 
@@ -131,7 +131,7 @@ def linear_cross_entropy_with_gradients(
     mask: Sequence[bool],
     dy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The loss, and the gradients of x, w and b selected by `mask`, for dloss = `dy` (1 if None).
+    """Return the loss, and the gradients of x, w and b selected by `mask`, for dloss = `dy` (1 if None).
 
     Sums over rows are accumulated in `dtype`, even if x is narrower.
     """
@@ -226,7 +226,7 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _dtype(n: NodeView) -> ir.DataType:
-    """The dtype of the softmax and the loss."""
+    """Return the dtype of the softmax and the loss."""
     return dtype_of(n.x) if n.output_type is None else ir.DataType(n.output_type)
 
 
@@ -296,7 +296,7 @@ def _settings(n: NodeView, library: GemmLibrary) -> tuple[Any, ...]:
 
 
 def _seconds(*speeds: str) -> Callable[[NodeView, Shapes, Machine], float]:
-    """The cost model of a library; `speeds` name the machine's GEMM speeds for the logits, dx and dw."""
+    """Return the cost model of a library; `speeds` name the machine's GEMM speeds for the logits, dx and dw."""
 
     def seconds(n: NodeView, shapes: Shapes, machine: Machine) -> float:
         x, w = (shapes[n.definition.inputs.index(name)] for name in ("x", "w"))

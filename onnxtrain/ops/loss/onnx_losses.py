@@ -57,7 +57,7 @@ def _cross_entropy_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _cross_entropy_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    """The loss in one op; log_prob separately, because it is differentiable too."""
+    """Return the loss in one op; log_prob separately, because it is differentiable too."""
     loss = op.ms.SoftmaxCrossEntropyLossInternal(
         n.scores, cast(op, n.labels, INT64), n.weights, _ignore_index(op, n), reduction=n.reduction
     )[0]
@@ -159,7 +159,7 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
 def cross_entropy_grad(
     dy: Tensor, log_prob: Tensor, labels: Tensor, weights: Tensor | None, reduction: int, ignore_index: int
 ) -> Tensor:
-    """The gradient of the scores: (softmax - one-hot label) * weight of the label * cotangent."""
+    """Return the gradient of the scores: (softmax - one-hot label) * weight of the label * cotangent."""
     labels = labels.long().reshape(labels.shape[0], -1)
     flat_log_prob = log_prob.reshape(*log_prob.shape[:2], -1)
     counted = labels != ignore_index

@@ -56,7 +56,7 @@ def _loss_type(n: NodeView) -> Sequence[TensorType]:
 
 
 def _axis_names(n: NodeView) -> tuple[str, str]:
-    """The axes of x and target, and those of the loss."""
+    """Return the axes of x and target, and those of the loss."""
     elements = " ".join(f"a{i}" for i in range(rank_of(n.x)))
     return elements, elements if n.reduction == "none" else ""
 
@@ -93,7 +93,7 @@ def _grad_body_of(derivative: PerElement) -> Callable[[Builder, NodeView], ir.Va
 
 
 def same_shape(x: ir.Value, target: ir.Value) -> bool:
-    """Whether both have the same shape under the capture's guards: otherwise PyTorch broadcasts.
+    """Return whether both have the same shape under the capture's guards: otherwise PyTorch broadcasts.
 
     Two symbolic sizes are equal, because the capture would have 1 in place of a size that is broadcast.
     """

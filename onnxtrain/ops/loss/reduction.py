@@ -18,7 +18,7 @@ def aten_reduction(reduction: str) -> int:
 
 
 def element_count(op: Builder, x: ir.Value) -> ir.Value:
-    """The number of elements of x, in x's dtype."""
+    """Return the number of elements of x, in x's dtype."""
     return op.size(sizes.multiply(1, *sizes.dims_of(x)), dtype_of(x))
 
 
@@ -34,7 +34,7 @@ def reduced(op: Builder, loss: ir.Value, reduction: str) -> ir.Value:
 
 
 def unreduced(op: Builder, dy: ir.Value, x: ir.Value, reduction: str) -> ir.Value:
-    """The cotangent of the elementwise losses of x: of x's shape, or a scalar that holds for all elements."""
+    """Return the cotangent of the elementwise losses of x: of x's shape, or a scalar that holds for all elements."""
     if reduction != "mean":
         return dy
     result: ir.Value = op.Div(dy, element_count(op, x))

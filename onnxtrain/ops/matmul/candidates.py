@@ -61,7 +61,7 @@ GemmDims = tuple[int, int, int, int]  # m, k, n and the batch size; if b is a ma
 
 
 def gemm_dims(a: tuple[int, ...], b: tuple[int, ...]) -> GemmDims:
-    """The dimensions of a[..., m, k] @ b[..., k, n], from the shapes after transpositions."""
+    """Return the dimensions of a[..., m, k] @ b[..., k, n], from the shapes after transpositions."""
     k, n = (b[-2], b[-1]) if len(b) > 1 else (b[0], 1)
     if len(b) <= 2:
         return math.prod(a[:-1]), k, n, 1
@@ -103,7 +103,10 @@ def gemm_in_float32(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None,
 
 
 def _image_height(rows: int) -> int:
-    """The height of the images that the rows are reshaped to, one that oneDNN has a kernel for; 0 if none divides."""
+    """Return the height of the images that the rows are reshaped to, one that oneDNN has a kernel for.
+
+    0 if none divides.
+    """
     return next((height for height in (128, 64, 32, 16) if rows % height == 0), 0)
 
 
@@ -154,7 +157,7 @@ OperandsOf = Callable[..., GemmOperands | None]
 
 
 def matmul_kernels(lower: Callable[..., Call], operands_of: OperandsOf, dims: DimsOf) -> tuple[Kernel, ...]:
-    """All candidate kernels of a matmul op.
+    """Return all candidate kernels of a matmul op.
 
     Args:
         lower: from the node and the arguments, PyTorch's own call.
@@ -215,7 +218,7 @@ def matmul_kernels(lower: Callable[..., Call], operands_of: OperandsOf, dims: Di
 
 
 def _operands_without_tensors(operands_of: OperandsOf, n: NodeView) -> GemmOperands | None:
-    """The node's operands with None for each tensor: enough to ask whether a kernel applies."""
+    """Return the node's operands with None for each tensor: enough to ask whether a kernel applies."""
     return operands_of(n, *[None] * len(n.definition.inputs))
 
 
@@ -223,7 +226,7 @@ _WIDE = 8  # the least n / k for which the compiled kernel is tried; the logits 
 
 
 def _compiled(operands_of: OperandsOf, dims: DimsOf) -> Kernel:
-    """The candidate of our own kernel. It becomes available in mid-run and is not expected to be faster until measured.
+    """Return the candidate of the native kernel. It becomes available at run time, and is chosen only if measured.
 
     For smaller n it gains little on 2 threads of an AMD EPYC (Zen 3), and its compilation occupies a core.
     """
@@ -264,14 +267,14 @@ def _dtype(n: NodeView) -> ir.DataType:
 
 
 def _may_be_large(n: NodeView) -> bool:
-    """Whether the result can take 32 MB or more."""
+    """Return whether the result can take 32 MB or more."""
     y = n.node.outputs[0]
     count = numel(y)
     return isinstance(count, str) or count * dtype_of(y).itemsize >= huge_pages.LARGE
 
 
 def may_use_convolution() -> bool:
-    """Whether weight gradients by oneDNN's convolution are a candidate on this processor.
+    """Return whether weight gradients by oneDNN's convolution are a candidate on this processor.
 
     Without AVX-512 they take 3.4 times as long as MKL's GEMM, and accumulate all rows sequentially: less exact than the
     one tolerance allows.
@@ -288,7 +291,7 @@ def _convolution_applies(n: NodeView, operands: GemmOperands) -> bool:
 
 
 def onednn_supports(dtype: ir.DataType) -> bool:
-    """Whether oneDNN's GEMM supports this dtype and is enabled, in full precision."""
+    """Return whether oneDNN's GEMM supports this dtype and is enabled, in full precision."""
     onednn: Any = torch.backends.mkldnn  # its flags are properties that its type stubs lack
     usable = bool(onednn.is_available() and onednn.enabled and onednn.matmul.fp32_precision in ("none", "ieee"))
     return dtype == ir.DataType.FLOAT and usable

@@ -30,5 +30,5 @@ def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alpha: flo
 
 
 def _has_contiguous_rows(x: torch.Tensor) -> bool:
-    """Whether each row of this matrix is contiguous, and rows do not overlap."""
+    """Return whether each row of this matrix is contiguous, and rows do not overlap."""
     return x.stride(1) == 1 and x.stride(0) >= x.size(1)

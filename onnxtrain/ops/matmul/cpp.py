@@ -56,7 +56,7 @@ def _multiply(source: Source, a: Array, b: Array, result: Array) -> None:
 
 
 def _with_contiguous_rows(source: Source, b: Array) -> Array:
-    """A contiguous copy."""
+    """Return a contiguous copy."""
     copy = source.new(b.dtype, b.shape)
     if b.strides[-2] != 1:
         source.lines(loops([copy, b], lambda e: f"{e[0]} = {e[1]};"))

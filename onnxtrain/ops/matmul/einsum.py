@@ -30,7 +30,7 @@ _LETTERS = string.ascii_lowercase + string.ascii_uppercase
 
 
 def _terms(equation: str) -> tuple[list[str], str]:
-    """The letters of each operand and of the output."""
+    """Return the letters of each operand and of the output."""
     left, right = equation.replace(" ", "").split("->")
     return left.split(","), right
 

@@ -50,7 +50,7 @@ def _fused_perm(rank: int, trans: int, trans_batch: int) -> list[int]:
 
 
 def _fused_shapes(n: NodeView) -> tuple[list[Size], list[Size]]:
-    """The shapes of both operands after their transpositions."""
+    """Return the shapes of both operands after their transpositions."""
     shapes = []
     for value, trans, trans_batch in ((n.a, n.transA, n.transBatchA), (n.b, n.transB, n.transBatchB)):
         shape = sizes.dims_of(value)

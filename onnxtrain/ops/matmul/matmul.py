@@ -67,7 +67,7 @@ def _matmul_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad
 
 
 def _row_vector_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-    """The gradients of y[..., n] = a[k] @ b[..., k, n]."""
+    """Return the gradients of y[..., n] = a[k] @ b[..., k, n]."""
     da = db = None
     last = rank_of(dy) - 1
     if n.wants("a"):
@@ -81,7 +81,7 @@ def _row_vector_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, 
 
 
 def _column_vector_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
-    """The gradients of y[..., m] = a[..., m, k] @ b[k]."""
+    """Return the gradients of y[..., m] = a[..., m, k] @ b[k]."""
     da = db = None
     if n.wants("a"):
         da = op.Mul(op.Unsqueeze(dy, constant_axes(op, rank_of(dy))), n.b)

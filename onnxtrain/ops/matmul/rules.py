@@ -42,7 +42,7 @@ def restrict_to_matmul_dtypes(convert: FromTorch) -> FromTorch:
 
 
 def is_exact_attribute(number: Any) -> bool:
-    """Whether this is a number that an ONNX attribute, which is a float32, represents exactly."""
+    """Return whether this is a number that an ONNX attribute, which is a float32, represents exactly."""
     return isinstance(number, (int, float)) and float(np.float32(number)) == number
 
 
@@ -94,7 +94,7 @@ def rows_times_matrix(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def matmul_function(a: Sequence[Size], b: Sequence[Size]) -> Callable[..., Any]:
-    """The torch function for operands of these shapes; torch.matmul takes 1 to 2 us to select the same one."""
+    """Return the torch function for operands of these shapes; torch.matmul takes 1 to 2 us to select the same one."""
     match len(a), len(b):
         case 2, 2:
             return torch.mm
@@ -110,7 +110,7 @@ def matmul_function(a: Sequence[Size], b: Sequence[Size]) -> Callable[..., Any]:
 
 
 def transposed_operand(argument: Any, trans: int, trans_batch: int) -> Any:
-    """The view of an operand that FusedMatMul multiplies: see its attributes transA and transBatchA."""
+    """Return the view of an operand that FusedMatMul multiplies: see its attributes transA and transBatchA."""
     if trans_batch:
         argument = Method("movedim", argument, 0, -2)
     if trans:
@@ -150,7 +150,7 @@ def matmul_gradient(
     trans_b: int = 0,
     alpha: float = 1.0,
 ) -> tuple[Grad, Grad]:
-    """The gradients of y = alpha * op(a) @ op(b), of rank 2 or more; a gradient has the batch axes of y."""
+    """Return the gradients of y = alpha * op(a) @ op(b), of rank 2 or more; a gradient has the batch axes of y."""
     da = db = None
     if n.wants("b"):  # the weight's gradient first: `a` is freed before its own gradient is allocated
         # Flattened to rows: one GEMM instead of a batched one and a sum over the batch.
@@ -176,12 +176,12 @@ def scale(op: Builder, value: ir.Value, factor: Any) -> ir.Value:
 
 
 def takes_factor(dtype: ir.DataType, number: float) -> bool:
-    """Whether a float32 attribute holds this factor precisely enough: always, except for float64 values."""
+    """Return whether a float32 attribute holds this factor precisely enough: always, except for float64 values."""
     return dtype != ir.DataType.DOUBLE or is_exact_attribute(number)
 
 
 def scaled_sum(op: Builder, base: ir.Value, beta: Any, addend: ir.Value, alpha: Any) -> Any:
-    """The sum beta * base + alpha * addend; if beta is 0, base is not read, as in PyTorch."""
+    """Return the sum beta * base + alpha * addend; if beta is 0, base is not read, as in PyTorch."""
     addend = scale(op, addend, alpha)
     if beta == 0:
         return op.Expand(addend, op.sizes(op.out[0].shape)) if sizes.dims_of(addend) != op.out[0].shape else addend

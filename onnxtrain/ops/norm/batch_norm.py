@@ -56,7 +56,7 @@ def _complement(momentum: float) -> float:
 
 
 def _reduced_axes(n: NodeView) -> list[int]:
-    """All axes but that of the channels."""
+    """Return all axes but that of the channels."""
     return [axis for axis in range(rank_of(n.x)) if axis != 1]
 
 
@@ -65,7 +65,7 @@ def _channel_vector(n: NodeView, dtype: ir.DataType) -> TensorType:
 
 
 def _parameter(n: NodeView) -> TensorType:
-    """The type of scale and b, and of their gradients."""
+    """Return the type of scale and b, and of their gradients."""
     return _channel_vector(n, dtype_of(n.x if n.scale is None else n.scale))
 
 
@@ -76,7 +76,7 @@ def _broadcast_channels(op: Builder, n: NodeView, channels: ir.Value, dtype: ir.
 
 
 def _channel_axes(pattern: str) -> Any:
-    """The axis map of `pattern`, in which X stands for the axes of x and C for a vector of one value per channel."""
+    """Return the axis map of `pattern`: X stands for the axes of x, C for a vector of one value per channel."""
 
     def axes(n: NodeView) -> str:
         axes_of = {"X": " ".join(["[n]", "c", *(f"[d{i}]" for i in range(rank_of(n.x) - 2))]), "C": "c"}
@@ -130,7 +130,7 @@ def batch_norm_backward(
     mask: list[bool],
     compiled: bool = False,
 ) -> tuple[Any, ...]:
-    """The backward of `batch_norm` with PyTorch's kernel, or, if `compiled`, with our own where it applies.
+    """Compute the backward of `batch_norm` with PyTorch's kernel, or, if `compiled`, with our own where it applies.
 
     Args:
         dy: the gradient of y.
@@ -200,7 +200,7 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _update_running(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value) -> ir.Value:
-    """The exponential moving average of a running statistic and that of this batch."""
+    """Return the exponential moving average of a running statistic and that of this batch."""
     wide = cast(op, running, dtype_of(batch))
     updated = op.Add(mul_scalar(op, wide, n.momentum), mul_scalar(op, batch, _complement(n.momentum)))
     return cast(op, updated, dtype_of(running))
@@ -335,12 +335,12 @@ def _batch_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _channel_factor(op: Builder, n: NodeView, inv_std: ir.Value) -> ir.Value:
-    """The factor inv_std * scale of each channel: one pass over the gradient instead of two."""
+    """Return the factor inv_std * scale of each channel: one pass over the gradient instead of two."""
     return inv_std if n.scale is None else op.Mul(inv_std, _broadcast_channels(op, n, n.scale, dtype_of(inv_std)))
 
 
 def _cast_gradients(op: Builder, n: NodeView, dx: ir.Value, dscale: ir.Value, db: ir.Value) -> Sequence[ir.Value]:
-    """The gradients in the dtypes of x, scale and b."""
+    """Return the gradients in the dtypes of x, scale and b."""
     dtype, channels = _parameter(n)
     sums = (cast(op, reshaped(op, v, channels), dtype) for v in (dscale, db))
     return cast(op, dx, dtype_of(n.x)), *sums

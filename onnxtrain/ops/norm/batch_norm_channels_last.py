@@ -28,7 +28,10 @@ _MOST_ROWS, _FEWEST_ROWS = 16, 4  # accumulated sequentially in a group; smaller
 
 
 def is_channels_last(x: torch.Tensor) -> bool:
-    """Whether the kernels of this file apply. In half precision PyTorch's own, which accumulate in float32, suffice."""
+    """Return whether the kernels of this file apply.
+
+    In half precision PyTorch's own, which accumulate in float32, suffice.
+    """
     if x.dtype != torch.float32 or x.dim() != 4 or x.is_contiguous() or x.device.type != "cpu":
         return False
     return x.numel() > 0 and x.is_contiguous(memory_format=torch.channels_last)
@@ -36,13 +39,13 @@ def is_channels_last(x: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _rows_per_group(count: int) -> int:
-    """The number of rows in each group of `count` rows; 0 if no divisor is suitable."""
+    """Return the number of rows in each group of `count` rows; 0 if no divisor is suitable."""
     rows = next(d for d in range(min(_MOST_ROWS, count), 0, -1) if count % d == 0)
     return rows if rows >= _FEWEST_ROWS or count <= _MOST_ROWS else 0
 
 
 def _grouped(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """A view [1, g * c, rows, 1] of x: g groups of `rows` rows."""
+    """Return a view [1, g * c, rows, 1] of x: g groups of `rows` rows."""
     channels = x.numel() // rows
     return x.as_strided((1, channels, rows, 1), (x.numel(), 1, channels, channels))
 
@@ -104,7 +107,10 @@ def _forward_in_groups(x: torch.Tensor, scale: Any, b: Any, epsilon: float) -> t
 
 
 def _compiled_functions(x: torch.Tensor, *parameters: torch.Tensor | None) -> Any:
-    """The compiled functions, else None: unsupported tensors, or still compiling. Requests the compile if needed."""
+    """Return the compiled functions, else None: unsupported tensors, or still compiling.
+
+    Requests the compile if needed.
+    """
     if x.size(1) < _FEWEST_CHANNELS or any(
         p is not None and (p.dtype != x.dtype or not p.is_contiguous()) for p in parameters
     ):
@@ -146,7 +152,7 @@ def batch_norm_backward_channels_last(
     mask: list[bool],
     compiled: bool,
 ) -> tuple[Any, ...]:
-    """The gradients of x, scale, b and the residual; None for each that the mask excludes.
+    """Return the gradients of x, scale, b and the residual; None for each that the mask excludes.
 
     Args:
         dy: the gradient of y.
@@ -186,7 +192,10 @@ def batch_norm_backward_channels_last(
 
 
 def gradient_before_relu(dy: torch.Tensor, y: Any, added: Any) -> torch.Tensor:
-    """The gradient dy + added, passed back through the Relu with output y; both `added` and the Relu are optional."""
+    """Return the gradient dy + added, passed back through the Relu with output y.
+
+    Both `added` and the Relu are optional.
+    """
     dy = dy if added is None else dy + added
     return dy if y is None else aten.threshold_backward.default(dy, y, 0)
 
@@ -213,7 +222,7 @@ def _compiled_backward(
 
 
 def _grad_x(dy: torch.Tensor, x: torch.Tensor, factor: Any, mean: Any, inv_std: Any, dscale: Any, db: Any) -> Any:
-    """The gradient factor * (dy - db - z * dscale) with z = (x - mean) * inv_std.
+    """Return the gradient factor * (dy - db - z * dscale) with z = (x - mean) * inv_std.
 
     x is centered first: the rounding error of a channel's constant would accumulate in the sums over dx of earlier
     layers.

@@ -36,7 +36,7 @@ def _statistics(n: NodeView) -> TensorType:
 
 
 def _parameter(n: NodeView) -> TensorType:
-    """The type of scale and b, and of their gradients."""
+    """Return the type of scale and b, and of their gradients."""
     return TensorType(dtype_of(n.x if n.scale is None else n.scale), (sizes.dims_of(n.x)[1],))
 
 
@@ -58,7 +58,10 @@ def _per_channel(op: Builder, n: NodeView, parameter: ir.Value) -> ir.Value:
 
 
 def _axes(pattern: str) -> Any:
-    """The axis map of `pattern`: X stands for the axes of x, C for a vector over channels, S for the statistics."""
+    """Return the axis map of `pattern`.
+
+    X stands for the axes of x, C for a vector over channels, S for the statistics.
+    """
 
     def axes(n: NodeView) -> str:
         axes_of = {"X": " ".join(["n", "[c]", *(f"[d{i}]" for i in range(rank_of(n.x) - 2))]), "C": "[c]", "S": "n [g]"}

@@ -48,7 +48,7 @@ def _axis(n: NodeView) -> int:
 
 
 def _row_and_normalized_axes(n: NodeView) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes before `axis`, and the normalized axes."""
+    """Return the axes before `axis`, and the normalized axes."""
     axis, rank = _axis(n), rank_of(n.x)
     return tuple(range(axis)), tuple(range(axis, rank))
 
@@ -64,12 +64,12 @@ def _statistics(n: NodeView) -> TensorType:
 
 
 def _parameter(n: NodeView) -> TensorType:
-    """The type of scale and b, and of their gradients."""
+    """Return the type of scale and b, and of their gradients."""
     return TensorType(dtype_of(n.x if n.scale is None else n.scale), _normalized_shape(n))
 
 
 def _norm_axes(pattern: str) -> Any:
-    """The axis map of `pattern`: X stands for the axes of x, H for the normalized axes, S for the statistics."""
+    """Return the axis map of `pattern`: X stands for the axes of x, H for the normalized axes, S for the statistics."""
 
     def axes(n: NodeView) -> str:
         row_axes, normalized_axes = _row_and_normalized_axes(n)
@@ -89,7 +89,7 @@ def _flops(per_element: int) -> Any:
 
 
 def _static(shape: Sequence[Size]) -> list[int] | None:
-    """The shape as ints; None if a dimension is symbolic."""
+    """Return the shape as ints; None if a dimension is symbolic."""
     return None if any(isinstance(s, str) for s in shape) else [int(s) for s in shape]
 
 
@@ -308,7 +308,7 @@ def _rms_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -
 
 
 def _wide_bytes(n: NodeView, tensors: int) -> Size:
-    """The bytes of that many tensors of the shape of x in the dtype that norms compute in."""
+    """Return the bytes of that many tensors of the shape of x in the dtype that norms compute in."""
     return sizes.multiply(tensors, numel(n.x), int(accumulation_dtype(dtype_of(n.x)).itemsize))
 
 

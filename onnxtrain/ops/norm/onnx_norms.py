@@ -35,7 +35,7 @@ def _flops(per_element: int) -> Any:
 
 
 def _axes(n: NodeView, x_axes: Sequence[str]) -> str:
-    """The axis map of an op that keeps the axes of x; the axes of its parameters do not reach the output."""
+    """Return the axis map of an op that keeps the axes of x; the axes of its parameters do not reach the output."""
     x = " ".join(x_axes)
     parameters = [" ".join(f"[p{i}]" for i in range(rank_of(v))) for v in n.node.inputs[1:] if v is not None]
     return f"{', '.join([x, *parameters])} -> {x}"
@@ -58,7 +58,7 @@ def _channels(n: NodeView) -> int:
 
 
 def instance_norm(x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """A group norm with groups of one channel: PyTorch's instance norm raises for a single spatial position."""
+    """Compute a group norm with groups of one channel: PyTorch's instance norm raises for a single spatial position."""
     return torch.group_norm(x, x.shape[1], scale, b, epsilon)
 
 

@@ -55,7 +55,7 @@ def rms_norm_by_aten(x: Tensor, axis: int, scale: Tensor | None, epsilon: float)
 def rms_norm_backward(
     dy: Tensor, x: Tensor, scale: Tensor | None, inv_std: Tensor, added: Tensor | None, axis: int, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x (plus `added`) and scale; None for each that the mask excludes."""
+    """Return the gradients of x (plus `added`) and scale; None for each that the mask excludes."""
     if LIBRARY.functions is None or not _are_supported(x, dy, scale, inv_std, added):
         return rms_norm_backward_by_aten(dy, x, scale, inv_std, added, axis, mask)
     width = math.prod(x.shape[axis:])
@@ -69,7 +69,7 @@ def rms_norm_backward(
 def rms_norm_backward_by_aten(
     dy: Tensor, x: Tensor, scale: Tensor | None, inv_std: Tensor, added: Tensor | None, axis: int, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The backward with ATen operators, in fewer passes over memory than autograd's."""
+    """Compute the backward with ATen operators, in fewer passes over memory than autograd."""
     wide = inv_std.dtype
     z = x.to(wide) * inv_std
     dy = dy.to(wide)
@@ -116,7 +116,7 @@ def lower_rms_norm_backward(*arguments: Any) -> Call:
 
 
 def _are_supported(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the compiled kernel applies: x is large, and all tensors are contiguous and of its dtype."""
+    """Return whether the compiled kernel applies: x is large, and all tensors are contiguous and of its dtype."""
     if x.numel() < _FEWEST_ELEMENTS or x.dtype not in _CPP_TYPES or not x.is_contiguous():
         return False
     return all(t is None or (t.dtype == x.dtype and t.is_contiguous()) for t in others)

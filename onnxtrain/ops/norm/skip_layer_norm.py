@@ -55,7 +55,7 @@ def _layer_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def skip_layer_norm(x: Tensor, skip: Tensor, scale: Tensor, b: Any, bias: Any, epsilon: float, count: int) -> Any:
-    """The first `count` outputs."""
+    """Return the first `count` outputs."""
     total = x + skip if bias is None else x + skip + bias
     outputs = (*torch.native_layer_norm(total, x.shape[-1:], scale, b, epsilon), total)
     return outputs[:count] if count > 1 else outputs[0]
@@ -69,7 +69,7 @@ def _rms_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def skip_rms_norm(x: Tensor, skip: Tensor, scale: Tensor, bias: Any, epsilon: float, count: int) -> Any:
-    """The first `count` outputs."""
+    """Return the first `count` outputs."""
     total = x + skip if bias is None else x + skip + bias
     y, inv_std = rms_norm_kernels.rms_norm_by_aten(total, x.ndim - 1, scale, epsilon)
     return (y, torch.zeros_like(inv_std), inv_std, total)[:count] if count > 1 else y

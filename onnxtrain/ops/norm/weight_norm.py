@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def _norm_axes(n: NodeView) -> list[int]:
-    """The axes over which the norm is computed."""
+    """Return the axes over which the norm is computed."""
     return [axis for axis in range(rank_of(n.v)) if axis != n.dim]
 
 
@@ -61,7 +61,10 @@ def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir
 
 
 def _is_fused(n: NodeView, device: str) -> bool:
-    """Whether PyTorch's fused kernels apply: `dim` is the first or the last axis, and the dtype is not float16."""
+    """Return whether PyTorch's fused kernels apply.
+
+    `dim` is the first or the last axis, and the dtype is not float16.
+    """
     return n.dim in (0, rank_of(n.v) - 1) and dtype_of(n.v) != ir.DataType.FLOAT16
 
 
@@ -84,7 +87,7 @@ def weight_norm_backward(dw: torch.Tensor, v: torch.Tensor, g: torch.Tensor, nor
 def weight_norm_backward_by_aten(
     dw: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, axes: list[int], keepdim: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of `weight_norm_by_aten`."""
+    """Return the gradient of `weight_norm_by_aten`."""
     dg = (dw * v).sum(axes, keepdim) / norm
     return (dw - v * (dg / norm)) * (g / norm), dg
 

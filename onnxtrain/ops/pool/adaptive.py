@@ -54,7 +54,7 @@ def _axes(n: NodeView) -> str:
 
 
 def _bounds(op: Builder, size: Size, parts: Size) -> tuple[ir.Value, ir.Value]:
-    """The first index of each part of an axis, and the one after its last: two vectors."""
+    """Return the first index of each part of an axis, and the one after its last: two vectors."""
     one = op.scalar(1, INT64)
     part = op.Range(op.scalar(0, INT64), op.size(parts), one)
     start = op.Div(op.Mul(part, op.size(size)), op.size(parts))
@@ -63,7 +63,7 @@ def _bounds(op: Builder, size: Size, parts: Size) -> tuple[ir.Value, ir.Value]:
 
 
 def _within(op: Builder, size: Size, parts: Size) -> ir.Value:
-    """The mask [parts, size] of the positions in each part."""
+    """Return the mask [parts, size] of the positions in each part."""
     start, end = (reshaped(op, bound, [parts, 1]) for bound in _bounds(op, size, parts))
     position = op.Range(op.scalar(0, INT64), op.size(size), op.scalar(1, INT64))
     result: ir.Value = op.And(op.GreaterOrEqual(position, start), op.Less(position, end))
@@ -157,7 +157,7 @@ def _average_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def adaptive_average_backward(dy: Tensor, shape: Sequence[int]) -> Tensor:
-    """The gradient of x with PyTorch's kernels. 1-D pooling runs as 2-D."""
+    """Return the gradient of x with PyTorch's kernels. 1-D pooling runs as 2-D."""
     if dy.ndim == 3:
         return adaptive_average_backward(dy.unsqueeze(2), (*shape[:2], 1, shape[2])).squeeze(2)
     kernel = aten_kernels.adaptive_avg_pool2d_grad if dy.ndim == 4 else aten_kernels.adaptive_avg_pool3d_grad
@@ -187,7 +187,7 @@ def _max_types(n: NodeView) -> Sequence[TensorType]:
 
 
 def _max_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
-    """The maximum over [n, c, e, d]: for each window the whole image, masked outside the window."""
+    """Return the maximum over [n, c, e, d]: for each window the whole image, masked outside the window."""
     batch, inner, parts = sizes.dims_of(n.x)[:2], spatial_sizes(n.x), _output_shape(n)[2:]
     count = len(inner)
     within: ir.Value | None = None
@@ -243,7 +243,7 @@ define_fused(
 
 
 def adaptive_max_backward(dy: Tensor, indices: Tensor, shape: Sequence[int]) -> Tensor:
-    """The gradient of x with PyTorch's kernels. 1-D pooling runs as 2-D."""
+    """Return the gradient of x with PyTorch's kernels. 1-D pooling runs as 2-D."""
     if dy.ndim == 3:
         return adaptive_max_backward(dy.unsqueeze(2), indices.unsqueeze(2), (*shape[:2], 1, shape[2])).squeeze(2)
     kernel = aten.adaptive_max_pool2d_backward if dy.ndim == 4 else aten.adaptive_max_pool3d_backward

@@ -54,13 +54,13 @@ _AVERAGE: dict[str, Any] = {**_WINDOW, "count_include_pad": 0}
 
 
 def pool_axes(n: NodeView) -> str:
-    """The axis map: samples and channels of x are those of the outputs."""
+    """Return the axis map: samples and channels of x are those of the outputs."""
     outputs = [f"n c {spatial_axes('e', n.x)}"] * len(n.node.outputs)
     return f"n c {spatial_axes('d', n.x)} -> {', '.join(outputs)}"
 
 
 def input_shape(n: NodeView) -> Sizes:
-    """The shape of x, from the input `shape` of a backward op."""
+    """Return the shape of x, from the input `shape` of a backward op."""
     shape = as_sizes(n.shape)
     if shape is None:
         raise GraphError(
@@ -72,7 +72,7 @@ def input_shape(n: NodeView) -> Sizes:
 
 
 def _memory_format(like: Tensor) -> torch.memory_format:
-    """The memory format of a tensor of images: contiguous or channels_last."""
+    """Return the memory format of a tensor of images: contiguous or channels_last."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim)
     if channels_last is None or like.is_contiguous() or not like.is_contiguous(memory_format=channels_last):
         return torch.contiguous_format
@@ -101,7 +101,7 @@ def _geometry(n: NodeView, x: ir.Value) -> list[list[int]]:
 
 
 def _attributes_for_backward(n: NodeView) -> dict[str, Any]:
-    """The attributes of the backward op: the same windows."""
+    """Return the attributes of the backward op: the same windows."""
     return {name: getattr(n, name) for name in n.definition.attributes}
 
 
@@ -153,7 +153,7 @@ def _max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Value:
 
 
 def window_attributes(kernel: Any, stride: Any, padding: Any, count: int) -> dict[str, Any]:
-    """The ONNX attributes for ATen's arguments; without a stride, it is the kernel size."""
+    """Return the ONNX attributes for ATen's arguments; without a stride, it is the kernel size."""
     shape = ints_per_axis(kernel, count)
     pads = ints_per_axis(padding, count)
     return {"kernel_shape": shape, "strides": ints_per_axis(stride, count) if stride else shape, "pads": pads * 2}
@@ -258,7 +258,7 @@ def max_pool_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def max_pool_backward(dy: Tensor, indices: Tensor, shape: Sequence[int], *arguments: Any) -> Tensor:
-    """The gradient of x with PyTorch's kernels; `arguments` are those of forward. 1-D pooling runs as 2-D."""
+    """Return the gradient of x with PyTorch's kernels; `arguments` are those of forward. 1-D pooling runs as 2-D."""
     if dy.ndim == 3:
         *geometry, ceil = arguments
         geometry_2d = [[0 if i == 2 else 1, *w] for i, w in enumerate(geometry)]
@@ -272,7 +272,10 @@ def max_pool_backward(dy: Tensor, indices: Tensor, shape: Sequence[int], *argume
 
 
 def max_pool_of(n: NodeView) -> NodeView | None:
-    """The MaxPool whose indices this MaxPoolGrad reads, directly or, for ONNX's MaxPool, through Mod; else None."""
+    """Return the MaxPool whose indices this MaxPoolGrad reads, directly or, for ONNX's MaxPool, through Mod.
+
+    Else None.
+    """
     producer = (input_of(n.indices, MOD) or n.indices).producer()
     return view(producer) if producer is not None and definition_of(producer) in (MAX_POOL, ONNX_MAX_POOL) else None
 
@@ -355,7 +358,7 @@ IMAGES.register(AVERAGE_POOL, Images(frozenset({"x", "y"})))
 
 
 def window_element_counts(op: Builder, n: NodeView, y: ir.Value, x_sizes: Sizes) -> ir.Value:
-    """The divisor of each window: [1, 1, e]. `y` has the shape of the output."""
+    """Return the divisor of each window: [1, 1, e]. `y` has the shape of the output."""
     result: ir.Value | None = None
     one = op.scalar(1, ir.DataType.INT64)
     for axis, (size, count, kernel, stride, pad) in enumerate(
@@ -374,7 +377,7 @@ def window_element_counts(op: Builder, n: NodeView, y: ir.Value, x_sizes: Sizes)
 
 
 def _average_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """A transposed convolution of each channel with a kernel of ones."""
+    """Return a transposed convolution of each channel with a kernel of ones."""
     shape = input_shape(n)
     kernel, strides, pads = _geometry(n, n.dy)
     shares = op.Div(n.dy, op.Cast(window_element_counts(op, n, n.dy, shape[2:]), to=dtype_of(n.dy)))
@@ -388,7 +391,7 @@ def _average_grad_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def average_pool_backward(dy: Tensor, shape: Sequence[int], *arguments: Any) -> Tensor:
-    """The gradient of x with PyTorch's kernels; `arguments` are those of forward. 1-D pooling runs as 2-D."""
+    """Return the gradient of x with PyTorch's kernels; `arguments` are those of forward. 1-D pooling runs as 2-D."""
     if dy.ndim == 3:
         *geometry, ceil, count_include_pad = arguments
         geometry_2d = [[0 if i == 2 else 1, *w] for i, w in enumerate(geometry)]

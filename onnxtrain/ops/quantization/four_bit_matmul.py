@@ -199,7 +199,7 @@ def _lower_bnb(n: NodeView, a: Any, b: Any, absmax: Any, *nested: Any) -> Call:
 
 
 def _bnb_applies(n: NodeView, device: str) -> bool:
-    """Whether bitsandbytes is imported, as it is by a model with such weights, and supports the node.
+    """Return whether bitsandbytes is imported, as it is by a model with such weights, and supports the node.
 
     Its CPU kernel (0.50) computes wrong values if a block spans two rows.
     """
@@ -248,7 +248,7 @@ def _capture(
 
 
 def _has_stock_kernel(n: NodeView) -> bool:
-    """Whether stock onnxruntime computes the same; its CPU kernel ignores transB=0."""
+    """Return whether stock onnxruntime computes the same; its CPU kernel ignores transB=0."""
     return bool(n.transB) and n.absmax_8bit is None and dtype_of(n.a) == ir.DataType.FLOAT and rank_of(n.b) == 1
 
 

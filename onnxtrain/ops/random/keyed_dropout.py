@@ -96,7 +96,10 @@ def _words(op: Builder, key: ir.Value, counters: ir.Value) -> ir.Value:
 
 
 def _is_kept(op: Builder, bits: ir.Value, dropped: int) -> ir.Value:
-    """Whether 16 bits, the lowest of each integer, keep an element: flipping their sign bit makes them unsigned."""
+    """Return whether 16 bits, the lowest of each integer, keep an element.
+
+    Flipping their sign bit makes them unsigned.
+    """
     flipped = op.Mod(
         op.Add(bits, op.scalar(keyed_bits.DROP_LEVELS // 2, _INT64)), op.scalar(keyed_bits.DROP_LEVELS, _INT64)
     )

@@ -27,7 +27,7 @@ _TIME_FIRST = [1, 0, 2]
 
 
 def computes_in_one_dtype(operator: str, autocast: AutocastState) -> bool:
-    """Whether a recurrent layer is computed in a single dtype under this autocast state.
+    """Return whether a recurrent layer is computed in a single dtype under this autocast state.
 
     Under autocast this holds for operators that are one library kernel: an LSTM on a CPU.
     """

@@ -45,5 +45,5 @@ CELLS = (LSTM, GRU, RNN)
 
 
 def gate_indices(source: str, target: str) -> list[int]:
-    """The index in the order `source` of each gate of the order `target`."""
+    """Return the index in the order `source` of each gate of the order `target`."""
     return [source.index(gate) for gate in target]

@@ -34,7 +34,7 @@ LIBRARY = Library(
 
 
 def runs(dtype: torch.dtype, device: torch.device, hidden: int) -> bool:
-    """Whether the kernel is loaded and supports this dtype, device and hidden size."""
+    """Return whether the kernel is loaded and supports this dtype, device and hidden size."""
     return LIBRARY.functions is not None and device.type == "cpu" and dtype in _CPP_TYPES and hidden >= _FEWEST_HIDDEN
 
 
@@ -56,7 +56,10 @@ def forward(r: Tensor, h: Tensor, c: Tensor, reverse: bool, y: Tensor, gates: Te
 def backward(
     r: Tensor, gates: Tensor, states: Tensor, c: Tensor, dy: Tensor, dh: Tensor, dc: Tensor, reverse: bool
 ) -> Tensor:
-    """The gradients [s, b, 4 h] of the gates. dh and dc, of the last states, are overwritten with the initial ones'."""
+    """Return the gradients [s, b, 4 h] of the gates.
+
+    Dh and dc, of the last states, are overwritten with the initial ones'.
+    """
     dgates = torch.empty_like(gates)
     tensors = [r.contiguous(), gates, states, c.contiguous(), dy.contiguous(), dh, dc, dgates]
     _run("backward", tensors, states, reverse)

@@ -67,7 +67,7 @@ def _linear(op: Builder, x: Value, weight: Value, *biases: Value | None) -> Valu
 
 
 def _sigmoid_derivative(op: Builder, gate: Value) -> Value:
-    """The derivative from the sigmoid's result."""
+    """Return the derivative from the sigmoid's result."""
     result: Value = op.Mul(gate, _one_minus(op, gate))
     return result
 
@@ -78,12 +78,12 @@ def _one_minus(op: Builder, x: Value) -> Value:
 
 
 def _tanh_derivative(op: Builder, tanh: Value) -> Value:
-    """The derivative from the result of tanh."""
+    """Return the derivative from the result of tanh."""
     return _one_minus(op, op.Mul(tanh, tanh))
 
 
 def previous_states(op: Builder, direction: Direction, initial: Value, states: Value) -> Value:
-    """The state [s, b, h] before each step: `initial`[b, h] and all but the last of `states`[s, b, h]."""
+    """Return the state [s, b, h] before each step: `initial`[b, h] and all but the last of `states`[s, b, h]."""
     first = unsqueezed(op, initial, 0)
     if not direction.reverse:
         return concatenated(op, [first, _steps(op, states, 0, -1)], 0)
@@ -109,14 +109,14 @@ def _steps(op: Builder, x: Value, start: int, end: int) -> Value:
 
 
 def compute_gates(op: Builder, direction: Direction, x: Value, h_before: Value) -> dict[str, Value]:
-    """The values that forward saves (`Cell.saved`), of all steps at once, given the states before them."""
+    """Return the values that forward saves (`Cell.saved`), of all steps at once, given the states before them."""
     input_gates = _split_gates(op, _linear(op, x, direction.w, direction.b), direction.gates)
     state_gates = _split_gates(op, _linear(op, h_before, direction.r, direction.d), direction.gates)
     return _activate(op, direction, input_gates, state_gates)
 
 
 def _activate(op: Builder, direction: Direction, input_gates: Gates, state_gates: Gates) -> dict[str, Value]:
-    """The gates from W x + b and R h + d."""
+    """Return the gates from W x + b and R h + d."""
     if direction.cell is GRU:
         r, z = (op.Sigmoid(op.Add(input_gates[gate], state_gates[gate])) for gate in "rz")
         m = state_gates["n"]
@@ -128,7 +128,7 @@ def _activate(op: Builder, direction: Direction, input_gates: Gates, state_gates
 
 
 def cell_states(op: Builder, direction: Direction, gates: Gates) -> Value:
-    """All c[s, b, h] of an LSTM: c' = f c + i g."""
+    """Return all c[s, b, h] of an LSTM: c' = f c + i g."""
     assert direction.c is not None
     update, forget = op.Mul(gates["i"], gates["g"]), gates["f"]
     if direction.mask is not None:
@@ -142,7 +142,7 @@ def cell_states(op: Builder, direction: Direction, gates: Gates) -> Value:
 
 
 def _one_where_masked(op: Builder, direction: Direction, factor: Value) -> Value:
-    """The factor of a state, and 1 after the end of its sequence, where the state does not change."""
+    """Return the factor of a state, and 1 after the end of its sequence, where the state does not change."""
     assert direction.mask is not None
     result: Value = op.Add(op.Mul(factor, direction.mask), _one_minus(op, direction.mask))
     return result
@@ -206,7 +206,7 @@ def backward(
     states: Value | None,
     cotangents: Sequence[Value | None],
 ) -> Gradients:
-    """The gradients of a direction.
+    """Return the gradients of a direction.
 
     Args:
         op: the builder.
@@ -261,7 +261,7 @@ def _masked(op: Builder, direction: Direction, factor: Value) -> Value:
 def _scan_backward(
     op: Builder, direction: Direction, factor: Value, repeats: int, dy: Value, dh: Value, bypass: Value | None
 ) -> tuple[Value, list[Value]]:
-    """The backward Scan of a cell without c.
+    """Build the backward Scan of a cell without c.
 
     `repeats` copies of dh, concatenated, times `factor` are the gradient of R h + d; dh times `bypass` reaches the
     previous h without passing through the gates.
@@ -289,7 +289,7 @@ def _scan_backward(
 def _gru_backward(
     op: Builder, direction: Direction, gates: Gates, h_before: Value, dy: Value, dh: Value
 ) -> tuple[Value, Value, Value]:
-    """The gradients of W x + b, of R h + d and of the initial h."""
+    """Return the gradients of W x + b, of R h + d and of the initial h."""
     r, z, n, m = (gates[gate] for gate in "rznm")
     n_factor = op.Mul(_one_minus(op, z), _tanh_derivative(op, n))
     factors = {
@@ -309,7 +309,7 @@ def _gru_backward(
 def _lstm_backward(
     op: Builder, direction: Direction, gates: Gates, states: Value, cotangents: tuple[Value, Value, Value]
 ) -> tuple[Value, Value, Value]:
-    """The gradients of the sums W x + b + R h + d, and of the initial h and c."""
+    """Return the gradients of the sums W x + b + R h + d, and of the initial h and c."""
     assert direction.c is not None
     i, f, g, o = (gates[gate] for gate in "ifgo")
     tanh_c = op.Tanh(states)
@@ -357,7 +357,7 @@ def select(op: Builder, value: Value, index: int, count: int) -> Value:
 
 
 def reorder_gates(op: Builder, weight: Value, source: str, target: str) -> Value:
-    """The rows of a weight or bias, one block per gate, in another order of the gates."""
+    """Return the rows of a weight or bias, one block per gate, in another order of the gates."""
     if source == target:
         return weight
     rows = sizes.floor_divide(sizes.dims_of(weight)[0], len(source))
@@ -386,7 +386,7 @@ def onnx_layer(op: Builder, directions: Sequence[Direction], x: Value) -> tuple[
 
 
 def hidden_size(h: Value) -> int:
-    """The hidden size, which onnxruntime requires as an attribute.
+    """Return the hidden size, which onnxruntime requires as an attribute.
 
     Raises:
         GraphError: it is symbolic.
@@ -398,7 +398,7 @@ def hidden_size(h: Value) -> int:
 
 
 def _onnx_attributes(cell: Cell, reverse: Sequence[bool], relu: bool) -> dict[str, object]:
-    """The attributes of ONNX's op for these directions, except hidden_size."""
+    """Return the attributes of ONNX's op for these directions, except hidden_size."""
     attributes: dict[str, object] = {}
     if list(reverse) != [False]:
         attributes["direction"] = "bidirectional" if len(reverse) == 2 else "reverse"

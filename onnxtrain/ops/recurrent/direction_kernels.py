@@ -50,7 +50,7 @@ class Gradients(NamedTuple):
 
 
 def time_order(steps: int, reverse: bool) -> range:
-    """The steps in the order in which a direction runs them."""
+    """Return the steps in the order in which a direction runs them."""
     return range(steps - 1, -1, -1) if reverse else range(steps)
 
 
@@ -159,7 +159,7 @@ def _rnn(
 
 
 def previous_states(initial: Tensor, states: Tensor, reverse: bool) -> Tensor:
-    """The state [s, b, h] before each step: `initial`[b, h] and all but the last of `states`[s, b, h]."""
+    """Return the state [s, b, h] before each step: `initial`[b, h] and all but the last of `states`[s, b, h]."""
     return torch.cat([states[1:], initial[None]] if reverse else [initial[None], states[:-1]])
 
 
@@ -176,7 +176,7 @@ def backward(
     output_mask: tuple[bool, bool] = (True, True),
     compiled: bool = False,
 ) -> Gradients:
-    """The gradients of `forward`.
+    """Return the gradients of `forward`.
 
     Args:
         cell: that of forward.
@@ -221,7 +221,7 @@ def backward(
 def _weight_gradients(
     weights: Weights, dinput_gates: Tensor, dstate_gates: Tensor, x: Tensor, h: Tensor, y: Tensor, reverse: bool
 ) -> Sequence[Tensor | None]:
-    """The gradients of `weights` from those of W x + b and of R h + d of all steps; h is the initial state."""
+    """Return the gradients of `weights` from those of W x + b and of R h + d of all steps; h is the initial state."""
     dw = torch.mm(dinput_gates.flatten(0, 1).t(), x.flatten(0, 1))
     first, later = (dstate_gates[-1], dstate_gates[:-1]) if reverse else (dstate_gates[0], dstate_gates[1:])
     h_before_later = y[1:] if reverse else y[:-1]
@@ -234,7 +234,7 @@ def _weight_gradients(
 def _lstm_backward(
     r: Tensor, c_before: Tensor, run: Run, dy: Tensor, dh: Tensor, dc: Tensor, times: range
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the gates [s, b, 4 h] and of the initial h; dc becomes that of the initial c in place."""
+    """Return the gradients of the gates [s, b, 4 h] and of the initial h; dc becomes that of the initial c in place."""
     assert run.states is not None
     i, f, g, o = run.saved.chunk(4, -1)
     tanh_c = torch.tanh(run.states)
@@ -259,7 +259,7 @@ def _lstm_backward(
 def _gru_backward(
     r: Tensor, h_before: Tensor, saved: Tensor, dy: Tensor, dh: Tensor, times: range
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of W x + b and of R h + d [s, b, 3 h], and of the initial h."""
+    """Return the gradients of W x + b and of R h + d [s, b, 3 h], and of the initial h."""
     reset, update, new, m = saved.chunk(4, -1)
     n_factor = (1 - update) * (1 - new.square())
     r_factor = n_factor * m * reset * (1 - reset)
@@ -279,7 +279,7 @@ def _gru_backward(
 
 
 def _rnn_backward(r: Tensor, factors: Tensor, dy: Tensor, dh: Tensor, times: range) -> tuple[Tensor, Tensor]:
-    """The gradients of the sums before the activation [s, b, h] and of the initial h."""
+    """Return the gradients of the sums before the activation [s, b, h] and of the initial h."""
     dsums = torch.empty_like(factors)
     dsum_steps, factor_steps, dy_steps = dsums.unbind(), factors.unbind(), dy.unbind()
     for t in times:

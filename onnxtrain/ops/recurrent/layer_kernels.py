@@ -37,7 +37,7 @@ class _Direction:
 
 
 def _directions(x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor | None]) -> list[_Direction]:
-    """The one or two directions of a layer; `weights` holds four for each."""
+    """Return the one or two directions of a layer; `weights` holds four for each."""
     directions = []
     for index, start in enumerate(range(0, len(weights), 4)):
         w, r, b, d = weights[start : start + 4]
@@ -48,12 +48,12 @@ def _directions(x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tens
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which `direction_kernels` computes for inputs of `dtype`: float32 for half precision."""
+    """Return the dtype in which `direction_kernels` computes for inputs of `dtype`: float32 for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _onednn_runs(cell: Cell, x: Tensor) -> bool:
-    """Whether eager PyTorch uses oneDNN's kernel."""
+    """Return whether eager PyTorch uses oneDNN's kernel."""
     if cell is not LSTM or x.device.type != "cpu" or not x.numel() or not bool(torch.backends.mkldnn.enabled):
         return False
     if x.dtype == torch.bfloat16:
@@ -62,7 +62,10 @@ def _onednn_runs(cell: Cell, x: Tensor) -> bool:
 
 
 def _saved_bytes(cell: Cell, x: Tensor, hidden: int) -> int:
-    """The bytes that our kernels save, plus one: by this odd size backward tells them from oneDNN's workspace."""
+    """Return the bytes that our kernels save, plus one.
+
+    By this odd size backward tells them from oneDNN's workspace.
+    """
     width = (len(cell.saved) + cell.has_state) * hidden
     return x.size(0) * x.size(1) * width * compute_dtype(x.dtype).itemsize + 1
 
@@ -104,7 +107,7 @@ def layer(
 
 
 def _widened(direction: _Direction) -> _Direction:
-    """The direction in the dtype of the computation."""
+    """Return the direction in the dtype of the computation."""
     wide = compute_dtype(direction.x.dtype)
     x, h, c = _cast((direction.x, direction.h, direction.c), wide)
     return _Direction(x, h, c, Weights(*_cast(direction.weights, wide)), direction.reverse)
@@ -150,7 +153,7 @@ def _with_onednn(trains: bool, direction: _Direction) -> tuple[Tensor, Tensor, T
 
 
 def _weights_with_biases(weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The weights with zeros for absent biases: oneDNN's kernel requires them."""
+    """Return the weights with zeros for absent biases: oneDNN's kernel requires them."""
     b, d = (weights.w.new_zeros(weights.w.size(0)) if bias is None else bias for bias in (weights.b, weights.d))
     return weights.w, weights.r, b, d
 
@@ -171,7 +174,7 @@ def layer_backward(
     last_c: Tensor | None,
     *saved: Tensor | None,
 ) -> tuple[Any, ...]:
-    """The gradients of `layer`: of x, h0, for an LSTM c0, and the weights that are present, in their order.
+    """Return the gradients of `layer`: of x, h0, for an LSTM c0, and the weights that are present, in their order.
 
     `output_mask` says whether the gradients of x and of the weights are needed.
     """

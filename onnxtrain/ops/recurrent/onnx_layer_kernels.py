@@ -25,7 +25,7 @@ class Layer:
 
 
 def _reorder_gates(value: Tensor, source: str, target: str, axis: int) -> Tensor:
-    """The blocks of the gates along an axis in another order."""
+    """Return the blocks of the gates along an axis in another order."""
     if source == target:
         return value
     blocks = value.chunk(len(source), axis)
@@ -52,7 +52,7 @@ def _samples_by_length(lengths: Tensor | None, x: Tensor) -> Iterator[tuple[int,
 
 
 def _initial_states(layer: Layer, x: Tensor, r: Tensor, h: Tensor | None, c: Tensor | None) -> list[Tensor]:
-    """The initial h and, for an LSTM, c; zeros for absent ones."""
+    """Return the initial h and, for an LSTM, c; zeros for absent ones."""
     zeros = x.new_zeros(len(layer.reverse), x.size(1), r.size(2))
     states = [h, c] if layer.cell.has_state else [h]
     return [zeros if v is None else v for v in states]
@@ -69,7 +69,7 @@ def run_layer(
     h: Tensor | None,
     c: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The first `count` of: y, the last states, all cell states of an LSTM, and the gates."""
+    """Return the first `count` of: y, the last states, all cell states of an LSTM, and the gates."""
     dtype, wide = x.dtype, compute_dtype(x.dtype)
     x, w, r, b, h, c = (None if v is None else v.to(wide) for v in (x, w, r, b, h, c))  # type: ignore[assignment]
     cell, hidden, (steps, samples, _) = layer.cell, r.size(2), x.shape
@@ -113,7 +113,7 @@ def run_layer_backward(
     dy_h: Tensor | None = None,
     dy_c: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of x, w, r, b and the initial states."""
+    """Return the gradients of x, w, r, b and the initial states."""
     dtype, wide = x.dtype, compute_dtype(x.dtype)
     x, w, r, y = (v.to(wide) for v in (x, w, r, y))
     cell, gates = layer.cell, iofc if zrh is None else zrh
@@ -157,7 +157,7 @@ def _select(value: Tensor | None, length: int, d: int, rows: Any) -> Tensor | No
 
 
 def _saved(cell: Cell, weights: Weights, h: Tensor, y: Tensor, gates: Tensor | None, reverse: bool) -> Tensor:
-    """The values that `direction_kernels.forward` saves, from the gates in ONNX's order."""
+    """Return the values that `direction_kernels.forward` saves, from the gates in ONNX's order."""
     if gates is None:
         return y
     torch_gates = _reorder_gates(gates, cell.onnx, cell.torch, -1)

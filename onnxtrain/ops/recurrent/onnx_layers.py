@@ -79,17 +79,17 @@ def _inputs(cell: Cell) -> tuple[str, ...]:
 
 
 def _training_inputs(cell: Cell, n: NodeView) -> list[ir.Value | None]:
-    """The inputs of the node without peepholes."""
+    """Return the inputs of the node without peepholes."""
     return [getattr(n, name.rstrip("?")) for name in _inputs(cell)][: 5 + len(_initial_names(cell))]
 
 
 def _explicit_attributes(n: NodeView) -> dict[str, Any]:
-    """The attributes that the node sets."""
+    """Return the attributes that the node sets."""
     return {name: getattr(n, name) for name in n.node.attributes if name in n.definition.attributes}
 
 
 def unsupported_feature(cell: Cell, attributes: Mapping[str, Any], peepholes: bool = False) -> str | None:
-    """A feature of the layer that PyTorch's layer lacks; None if there is none.
+    """Return a feature of the layer that PyTorch's layer lacks; None if there is none.
 
     Args:
         cell: the kind of layer.
@@ -210,7 +210,7 @@ def _split_directions(op: Builder, value: ir.Value, count: int) -> list[ir.Value
 
 
 def _join_directions(op: Builder, values: Sequence[ir.Value]) -> ir.Value:
-    """The inverse of `_split_directions`."""
+    """Invert `_split_directions`."""
     return concatenated(op, [unsqueezed(op, v, 1) for v in values], 1)
 
 
@@ -270,7 +270,7 @@ def _grad_body(op: Builder, cell: Cell, n: NodeView) -> Grads:
 
 
 def _gradient_by_recomputing(op: Builder, cell: Cell, n: NodeView, *cotangents: ir.Value | None) -> Grads:
-    """The gradient of LSTM and GRU, which do not return their gates: the training op recomputes them."""
+    """Return the gradient of LSTM and GRU, which do not return their gates: the training op recomputes them."""
     _check_supported(cell, n)
     training = op.op(MICROSOFT, f"{cell.name}Training")
     outputs = training(*_training_inputs(cell, n), **_explicit_attributes(n))

@@ -59,7 +59,10 @@ def _state_count(n: NodeView) -> int:
 
 
 def _axes(n: NodeView, name: str, values: Sequence[ir.Value]) -> list[int]:
-    """The scanned axis of each input or output; an output has one axis more than its slices, which are `values`."""
+    """Return the scanned axis of each input or output.
+
+    An output has one axis more than its slices, which are `values`.
+    """
     axes = getattr(n, name) or [0] * len(values)
     added = name == "scan_output_axes"
     return [normalize_axis(int(axis), rank_of(v) + added) for axis, v in zip(axes, values, strict=True)]

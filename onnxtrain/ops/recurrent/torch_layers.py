@@ -96,7 +96,7 @@ _TRAINS = "trains"  # metadata of nodes through which a gradient flows
 
 
 def _trains(n: NodeView) -> bool:
-    """Whether forward runs the kernel that saves values for backward: also where backward recomputes the layer.
+    """Return whether forward runs the kernel that saves values for backward: also where backward recomputes the layer.
 
     oneDNN's kernel that saves nothing rounds differently, and both runs must agree bit for bit.
     """
@@ -105,7 +105,7 @@ def _trains(n: NodeView) -> bool:
 
 
 def _may_compile(cell: Cell, n: NodeView) -> bool:
-    """Whether compiled kernels may run; if so, requests them."""
+    """Return whether compiled kernels may run; if so, requests them."""
     allowed = cell is LSTM and may_compile(n, "cpu")
     if allowed:
         compiled_lstm.LIBRARY.request()

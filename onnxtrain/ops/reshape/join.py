@@ -138,7 +138,7 @@ def _concat_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Arr
 
 @ELEMENT_FORMULAS.implements(CONCAT)
 def _concat_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    """One formula for all parts: that of the last, if the parts before it are static and follow it too."""
+    """Return one formula for all parts: that of the last, if the parts before it are static and follow it too."""
     formulas = [affine(of, x) for x in n.xs]
     axis = axis_of(n, n.y)
     lengths = [sizes.dims_of(x)[axis] for x in n.xs]

@@ -76,7 +76,7 @@ def _lower_pad(n: NodeView, x: Any, pads: Any, value: Any, axes: Any) -> Call:
 
 
 def _has_kernel(n: NodeView, x: ir.Value) -> bool:
-    """Whether PyTorch has a kernel of this mode for these axes: the last ones, after one or two others."""
+    """Return whether PyTorch has a kernel of this mode for these axes: the last ones, after one or two others."""
     rank = rank_of(x)
     first = min((axis for axis, before, after in _pads(n, rank) if (before, after) != (0, 0)), default=rank - 1)
     return (n.mode, rank - first) in _BACKWARD and rank - first < rank <= rank - first + 2

@@ -93,7 +93,7 @@ def _bias_softmax_dropout_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _has_ratio(n: NodeView) -> bool:
-    """Whether the kernel reads a ratio on the host."""
+    """Return whether the kernel reads a ratio on the host."""
     return n.ratio is not None
 
 

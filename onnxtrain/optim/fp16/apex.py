@@ -45,7 +45,10 @@ def _post_amp_backward(original: Any) -> Any:
 
 
 def _scaled(stash: Any) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The master gradients, still scaled; and those with a gradient accumulated before this backward, with it."""
+    """Return the master gradients, still scaled.
+
+    And those with a gradient accumulated before this backward, with it.
+    """
     new: list[torch.Tensor] = []
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     for half, full in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):

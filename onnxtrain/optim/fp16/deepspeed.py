@@ -41,7 +41,7 @@ def replace(optimizer: Any) -> str | None:
 
 def _overflow_of_parameters(original: FunctionType) -> Method:
     def has_overflow_serial(self: Any, params: Any) -> torch.Tensor:
-        """Whether any element of a parameter's gradient is infinite or NaN: bool [1]."""
+        """Return whether any element of a parameter's gradient is infinite or NaN: bool [1]."""
         return _overflow(self, [p.grad for p in params if p.grad is not None])
 
     return has_overflow_serial
@@ -49,7 +49,7 @@ def _overflow_of_parameters(original: FunctionType) -> Method:
 
 def _overflow_of_partitions(original: FunctionType) -> Method:
     def has_overflow_partitioned_grads_serial(self: Any) -> torch.Tensor:
-        """Whether any element of this rank's averaged gradients is infinite or NaN: bool [1]."""
+        """Return whether any element of this rank's averaged gradients is infinite or NaN: bool [1]."""
         groups = [self.averaged_gradients[i] for i in range(len(self.bit16_groups))]
         return _overflow(self, [g for group in groups for g in group if g is not None])
 
@@ -62,7 +62,7 @@ def _overflow(optimizer: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _norm(original: FunctionType) -> Method:
     def get_grad_norm_direct(self: Any, grads: Any, params: Any, norm_type: float = 2) -> torch.Tensor:
-        """The norm of the gradients of all ranks, with replicated ones counted once: float32 [].
+        """Return the norm of the gradients of all ranks, with replicated ones counted once: float32 [].
 
         DeepSpeed's own method reduces it over the ranks, of a single gradient: the norm of this rank's.
         """
@@ -106,7 +106,7 @@ class _NoCommunication:
 
 
 def _difference(optimizer: Any, name: str, theirs: FunctionType, make: Callable[[FunctionType], Method]) -> str:
-    """How DeepSpeed's method behaves otherwise than its replacement; "" if it does not."""
+    """Return how DeepSpeed's method behaves otherwise than its replacement; "" if it does not."""
     comm = _NoCommunication(theirs.__globals__.get("dist"))
     alone = FunctionType(
         theirs.__code__, {**theirs.__globals__, "dist": comm}, name, theirs.__defaults__, theirs.__closure__
@@ -146,7 +146,7 @@ def _trials(device: torch.device) -> Iterator[tuple[list[SimpleNamespace], int]]
 
 
 def _stand_in(optimizer: Any, parts: Sequence[SimpleNamespace], rank: int, comm: _NoCommunication) -> Any:
-    """An optimizer of the same class that holds nothing but what the methods read."""
+    """Return an optimizer of the same class that holds nothing but what the methods read."""
     stand_in = object.__new__(type(optimizer))
     vars(stand_in).update(
         device=optimizer.device,
