@@ -67,7 +67,7 @@ class _Operand:
     device: torch.device
 
     def random(self) -> torch.Tensor:
-        """Such a tensor, with random values."""
+        """Return such a tensor, with random values."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         values = torch.randn(max(last, 0) + 1, device=self.device).to(self.dtype)
         return values.as_strided(self.shape, self.strides)
@@ -205,7 +205,7 @@ def _seconds(call: Call) -> float:
 
 
 def _gemm_candidates(func: Any, operands: list[Any]) -> list[Call]:
-    """Calls that compute mm(a, b) or addmm(bias, a, b)."""
+    """Return calls that compute mm(a, b) or addmm(bias, a, b)."""
     *bias, a, b = operands
     added = bias[0] if bias else None
     calls: list[Call] = [functools.partial(func, *operands)]
@@ -223,7 +223,7 @@ def _gemm_candidates(func: Any, operands: list[Any]) -> list[Call]:
 
 
 def _convolution_candidates(func: Any, operands: list[Any]) -> list[Call]:
-    """Calls of a convolution in its own memory format, and in channels_last."""
+    """Return calls of a convolution in its own memory format, and in channels_last."""
     calls: list[Call] = [functools.partial(func, *operands)]
     are_images = [isinstance(a, torch.Tensor) and a.dim() == 4 for a in operands]
     if any(are_images):

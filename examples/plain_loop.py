@@ -29,7 +29,7 @@ class Classifier(nn.Module):
 
 
 def batches(steps: int, size: int = 32) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Samples around four random centres, labelled by their centre."""
+    """Yield samples around four random centres, with the index of each sample's centre."""
     centres = torch.randn(4, 20)
     labels = torch.randint(0, 4, (steps, size))
     return [(centres[each] + 0.5 * torch.randn(size, 20), each) for each in labels]

@@ -18,7 +18,7 @@ from onnxtrain.artifacts import LossType, OptimType, generate_artifacts
 
 
 def write_artifacts(folder: str) -> None:
-    """On the workstation: write training, evaluation and optimizer graphs, and a checkpoint."""
+    """Write training, evaluation and optimizer graphs, and a checkpoint, on the workstation."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     generate_artifacts(
@@ -32,7 +32,7 @@ def write_artifacts(folder: str) -> None:
 
 
 def train(folder: str, steps: int) -> list[float]:
-    """On the device: onnxruntime and numpy alone."""
+    """Train on the device, with only onnxruntime and numpy."""
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int64)
     state = CheckpointState.load_checkpoint(f"{folder}/checkpoint")

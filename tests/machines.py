@@ -88,5 +88,5 @@ def limited(wish: Machine, real: Machine) -> Machine:
 
 
 def replace_current(wish: Machine, set_attribute: Callable[[object, str, object], None] = setattr) -> None:
-    """Lets `current_machine` answer `wish`."""
+    """Make `current_machine` return `wish`."""
     set_attribute(machine, "_machine", lambda threads: wish)

@@ -9,7 +9,7 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def most_captures(module: torch.nn.Module) -> int:
-    """How often an ORTModule may have captured a module that one capture should serve.
+    """Return how often an ORTModule may capture a module for which one capture should suffice.
 
     PyTorch before 2.13 makes conditions of what it checks of a pooling's sizes: it is captured again where one of two
     axes that was even is odd. Its multi-head attention calls `contiguous()` before it joins the heads (2.13 calls
@@ -24,5 +24,5 @@ def most_captures(module: torch.nn.Module) -> int:
 
 
 def needs_torch(major: int, minor: int, why: str) -> pytest.MarkDecorator:
-    """For what is not the same in older PyTorch."""
+    """Skip tests of features that differ in older versions of PyTorch."""
     return pytest.mark.skipif((major, minor) > TORCH, reason=f"torch {torch.__version__} {why}")

@@ -16,7 +16,7 @@ from examples.cpp.build import BuildError, build
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser("python -m examples.cpp", description="Trains artifacts in C++.")
     parser.add_argument("--steps", type=int, default=300, help="training steps (300)")
     parser.add_argument("--out", type=Path, default=Path("build/cpp"), help="the folder for all files (build/cpp)")

@@ -37,7 +37,7 @@ class MissingError(BuildError):
 
 
 def build(folder: Path, kind: str = "Release") -> Path:
-    """Builds the program in the folder, and returns its path. The kind is one of CMake's build types.
+    """Build the program in the folder and return its path. The kind is one of CMake's build types.
 
     Raises:
         MissingError: something that it takes is missing.
@@ -88,7 +88,7 @@ def headers() -> Path:
 
 
 def _fetch(folder: Path) -> None:
-    """Unpacks Debian 13's package into `folder`/unpacked, by apt with lists of its own."""
+    """Unpack Debian 13's package into `folder`/unpacked, by apt with separate package lists."""
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True)
     (folder / "status").touch()

@@ -62,7 +62,7 @@ class Run:
         torch.optim.AdamW(model.parameters()).step()
 
     def train(self) -> tuple[Phase, tuple[StageReport, ...], tuple[int, int]]:
-        """Trains with default options; gives what was measured, the pipeline's stages and the sizes of the peak."""
+        """Train with default options; return the measurements, the pipeline's stages and the sizes at the peak."""
         settings = self.settings
         eager, ours = self._variants(settings.training_steps, rng=None)
         phase = Phase((eager.record, ours.record))
@@ -81,7 +81,7 @@ class Run:
         return phase, self.stages, (rows, columns)
 
     def compare(self) -> Phase:
-        """Trains with the same dropout masks, beside an eager copy whose weights differ in their last bit."""
+        """Train with the same dropout masks, next to an eager copy whose weights differ in their last bit."""
         steps = self.settings.exact_steps
         eager, ours = self._variants(steps, rng="torch")
         nudged = Variant(NUDGED, nudge(self.model()), self.settings, steps)
@@ -172,7 +172,7 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs, prints the table and writes the page."""
+    """Run the demonstration, print the table and write the page."""
     settings, folder = parse(arguments)
     console = Console()
     with make_progress(console) as progress:

@@ -44,7 +44,7 @@ class _Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where between the ends of the axis a value lies, 0 to 1."""
+        """Return the position of a value between the ends of the axis, from 0 to 1."""
         if self.log:
             return (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
         return (value - self.low) / (self.high - self.low)

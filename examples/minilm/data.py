@@ -93,7 +93,7 @@ def load_corpus(
 
 
 def make_batch(paragraphs: Sequence[Paragraph], tokenizer: Tokenizer, max_length: int) -> Batch:
-    """Tokenises paragraphs and pads them to the longest among them."""
+    """Tokenize paragraphs and pad them to the longest one."""
     tokens = tokenizer(
         [paragraph.text for paragraph in paragraphs],
         truncation=True,
@@ -111,7 +111,7 @@ def make_batch(paragraphs: Sequence[Paragraph], tokenizer: Tokenizer, max_length
 def training_batches(
     corpus: Corpus, tokenizer: Tokenizer, *, steps: int, batch_size: int, max_length: int, seed: int
 ) -> list[Batch]:
-    """As many full batches as there are steps, each epoch in another order; made before any step is timed."""
+    """Return a full batch for each step, each epoch in a different order; created before any step is timed."""
     if not 1 <= batch_size <= len(corpus.train):
         raise ValueError(f"expected a batch size from 1 to {len(corpus.train)} paragraphs, got {batch_size}")
     rng = random.Random(seed)

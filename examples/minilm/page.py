@@ -27,7 +27,7 @@ class Tile:
 
 
 def write_page(result: Result, folder: Path) -> Path:
-    """Writes `index.html` into the folder, which is made if need be."""
+    """Write `index.html` into the folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "index.html"
     path.write_text(render(result), encoding="utf-8")

@@ -30,7 +30,7 @@ class Clock:
         self._started = time.perf_counter()
 
     def spend(self, units: float) -> None:
-        """Counts work as done."""
+        """Count work as done."""
         self._done += units
         self._left -= units
 
@@ -51,7 +51,7 @@ class Progress(Protocol):
         """A phase begins."""
 
     def doing(self, text: str) -> None:
-        """Something that takes a while begins."""
+        """Announce the start of work that takes a while."""
 
     def update(self, left_s: float | None) -> None:
         """A step was done."""

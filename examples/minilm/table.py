@@ -77,7 +77,7 @@ def rows(result: Result) -> tuple[Row, ...]:
 
 
 def notes(result: Result) -> tuple[str, ...]:
-    """What the lines mean, in a sentence or two each."""
+    """Return the meaning of each line, in a sentence or two."""
     sequences, length = result.peak_batch
     return (
         (

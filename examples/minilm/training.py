@@ -52,7 +52,7 @@ class Variant:
         self.record.steps.append(Step(loss.item(), took_s, count_tokens(batch)))
 
     def evaluate(self, batches: Sequence[Batch]) -> None:
-        """Classifies the held-out paragraphs."""
+        """Classify the held-out paragraphs."""
         loss, right, total = 0.0, 0, 0
         self.model.eval()
         with torch.no_grad():
@@ -98,7 +98,7 @@ def train_interleaved(
 
 
 def nudge(model: torch.nn.Module) -> torch.nn.Module:
-    """Moves every weight to the next number that float32 has: the smallest change that there is."""
+    """Move every weight to the next float32 number, the smallest possible change."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))

@@ -44,11 +44,11 @@ class Handler(SimpleHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing of requests that went well."""
+        """Do not log successful requests."""
 
 
 def install() -> None:
-    """Asks npm for onnxruntime-web, where it is missing."""
+    """Install onnxruntime-web by npm if it is missing."""
     if RUNTIME.is_dir():
         return
     if shutil.which("npm") is None:
@@ -58,7 +58,7 @@ def install() -> None:
 
 
 def assemble(out: Path) -> None:
-    """Puts the page and the runtime into the folder."""
+    """Put the page and the runtime into the folder."""
     shutil.copytree(HERE / "page", out, dirs_exist_ok=True)
     (out / "ort").mkdir(exist_ok=True)
     for name in RUNTIME_FILES:
@@ -66,14 +66,14 @@ def assemble(out: Path) -> None:
 
 
 def serve(folder: Path, port: int) -> None:
-    """Serves until it is interrupted; port 0 takes any that is free."""
+    """Serve until interrupted; port 0 selects any free port."""
     with ThreadingHTTPServer(("127.0.0.1", port), functools.partial(Handler, directory=folder)) as server:
         print(f"http://localhost:{server.server_port}/", flush=True)
         server.serve_forever()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser("python -m examples.web", description="A page that trains in the browser tab.")
     parser.add_argument("--out", type=Path, default=Path("build/web"), help="the folder of the page (build/web)")
     parser.add_argument("--port", type=int, default=8000, help="of the server on this machine (8000)")

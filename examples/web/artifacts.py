@@ -50,7 +50,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def make(folder: Path, network: nn.Module | None = None) -> float:
-    """Writes all files into the folder, and returns the accuracy on the digits that were not trained on.
+    """Write all files into the folder, and return the accuracy on held-out digits.
 
     Args:
         folder: where they go.

@@ -268,7 +268,7 @@ class ForwardBlock(Block):
         self._extended: Base | None = None
 
     def __call__(self, *names: Any, **options: Any) -> Any:
-        """Like `Block.__call__`; the values that `build` returns become the graph's outputs."""
+        """Run `Block.__call__`; the values that `build` returns become the graph's outputs."""
         result = super().__call__(*names, **options)
         set_outputs(self.base, names_of(result))
         self._extended = current_base()

@@ -1,4 +1,4 @@
-"""The door to `predecessor_artifacts`, which needs onnx and PyTorch: a device that trains may have neither."""
+"""Import `predecessor_artifacts` lazily: it needs onnx and PyTorch, which a training device may lack."""
 
 from __future__ import annotations
 

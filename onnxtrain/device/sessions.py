@@ -93,7 +93,7 @@ class Buffer:
             self.value = self._array if is_text(array) else to_ort(self._array)
 
     def numpy(self) -> Array:
-        """On the CPU a view of the memory: writing to it changes the model. From other devices a copy."""
+        """Return a view of the memory on the CPU, so writing to it changes the model; a copy on other devices."""
         return self._array if self._array is not None else to_numpy(self.value)
 
     def fill(self, array: Array) -> None:

@@ -83,7 +83,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         return [round_[rank] for round_ in self._rounds()]
 
     def _rounds(self) -> list[list[int]]:
-        """For each round, the index of each rank's sample."""
+        """Return, for each round, the index of each rank's sample."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         count, size = len(self._costs), self.world_size
         order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)

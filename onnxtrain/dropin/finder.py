@@ -58,7 +58,7 @@ class _Loader(Loader):
 
 
 def _sources(relative: str) -> dict[str, tuple[str, str]]:
-    """For each name of a module, the module of onnxtrain that defines it, and its name there."""
+    """Return, for each name of a module, the module of onnxtrain that defines it, and its name there."""
     sources = {}
     for source, names in MODULES.get(relative, {}).items():
         for entry in importlib.import_module(source).__all__ if names == "*" else names.split():

@@ -75,7 +75,7 @@ class Compiled:
         return timeline(parts, storages, boundary.groups if isinstance(boundary, StagedBoundary) else ()), storages
 
     def regions(self) -> tuple[PassReport, ...]:
-        """For each program, the fused regions at the sizes of the first call, and the nodes that are in none."""
+        """Return, for each program, the fused regions at the sizes of the first call, and the nodes outside them."""
         parts = {"inference": self.unit.forward.part}
         if self.parts is not None:
             parts = {"forward": self.parts.forward, "backward": self.parts.backward}
@@ -103,7 +103,7 @@ class Compiled:
         return self.units is None and self.captured.has_same_graph(captured)
 
     def for_module(self, captured: Captured, rerun: Rerun) -> Compiled:
-        """This unit for another module, whose capture has the same graph; see `UnitBuilder` for `rerun`."""
+        """Return this unit for another module whose capture has the same graph; see `UnitBuilder` for `rerun`."""
         unit = copy.copy(self.unit)  # the programs are shared
         unit.rerun = rerun
         return replace(self, captured=captured, unit=unit, run=runner(captured, unit), is_shared=True)
@@ -120,7 +120,7 @@ def runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
 
 
 def runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any]:
-    """As `runner`, with the unit for the sizes of each call."""
+    """Return a `runner` that uses the unit for the sizes of each call."""
     unflatten = captured.output.unflatten
     return lambda *tensors: unflatten(units.unit(tensors)(tensors), _sizes(captured, tensors))
 

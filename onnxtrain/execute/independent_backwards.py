@@ -60,7 +60,7 @@ class _Run:
             self.outputs, self.sizes = unit.run(tensors)
 
     def has_cotangent(self, number: int) -> Flags:
-        """For each result, whether it has a cotangent in the backward of a group."""
+        """Return, for each result, whether it has a cotangent in the backward of a group."""
         return tuple(i in self.boundary.groups[number] for i in range(self.unit.num_results))
 
 

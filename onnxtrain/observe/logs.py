@@ -86,7 +86,7 @@ def set_up(options: Options) -> None:
 
 @contextmanager
 def level_of(options: Options) -> Iterator[None]:
-    """Logs at a module's own level while it is captured and compiled; the capture lock is held."""
+    """Log at a module's own level while it is captured and compiled; the capture lock is held."""
     before = LOG.level
     level = before
     if isinstance(before, _OwnLevel):

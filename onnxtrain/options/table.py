@@ -258,7 +258,7 @@ class Options:
         return settled.options()
 
     def over_file(self, path: str | os.PathLike[str]) -> Options:
-        """These options, overridden by a JSON file, and both by the environment."""
+        """Return these options, overridden by a JSON file, and both by the environment."""
         settled = _Settled(self)
         settled.set_file_and_environment(path)
         return settled.options()

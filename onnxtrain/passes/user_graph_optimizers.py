@@ -41,7 +41,7 @@ _REGISTERED: list[_Registered] = []
 def register_graph_optimizer(
     target_modules: str = _ALL, devices: str = _ALL, priority: int = 0
 ) -> Callable[[GraphFunction], GraphFunction]:
-    """Registers a function that changes the joint graph of forward and backward in place.
+    """Register a function that changes the joint graph of forward and backward in place.
 
     Args:
         target_modules: class names of the wrapped modules for which it runs, joined by "|".
@@ -77,7 +77,7 @@ class Rewritten:
 
 
 def rewrite(graph: ir.Graph, functions: Sequence[GraphFunction]) -> Rewritten:
-    """Runs the functions on `graph`, in place.
+    """Run the functions on `graph`, in place.
 
     Raises:
         GraphError: a function changed the graph's inputs or outputs, or left a node that reads what nobody computes,
@@ -189,7 +189,7 @@ class _Merge:
         )
 
     def _remove(self) -> None:
-        """Takes out the nodes that are gone: those that nothing reads any more, until none is left."""
+        """Remove the deleted nodes that are no longer read, until none is left."""
         for node in reversed(self._removed):
             if any(map(traversal.is_used, node.outputs)):
                 reader = next((user for v in node.outputs for user in traversal.users(v)), None)

@@ -61,7 +61,7 @@ def why_not_staged(parts: Cut, views: Sequence[str]) -> str | None:
 
 
 def stage_ends(parts: Cut, groups: Groups) -> list[int]:
-    """For each group, how many of backward's nodes have run when it is released."""
+    """Return, for each group, the number of backward's nodes that have run when it is released."""
     ready, ends = _ready(parts), [0]
     for group in groups[:-1]:
         ends.append(max([ends[-1], *(ready[index] for index in group if index in ready)]))
@@ -105,7 +105,7 @@ def split_backward(parts: Cut, groups: Groups) -> tuple[Part, ...]:
 
 
 def _ready(parts: Cut) -> dict[int, int]:
-    """For each gradient, by the position of its input, how many of backward's nodes run before it may be released."""
+    """Return, for each gradient by its input's position, how many of backward's nodes run before it may be released."""
     aliases = AliasSets((*parts.forward.nodes, *parts.backward.nodes), definition_of)
     last_use: dict[ir.Value, int] = {}
     for count, node in enumerate(parts.backward.nodes, 1):

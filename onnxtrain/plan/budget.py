@@ -229,7 +229,7 @@ class _Search:
     # Stage borders
 
     def _crossing(self) -> list[list[ir.Value]]:
-        """For each node, the values computed before it and read by it or by later nodes of forward."""
+        """Return, for each node, the values computed before it and read by it or by later nodes of forward."""
         position_of = {n: i for i, n in enumerate(self._nodes)}
         last = {
             v: max((position_of[use.node] for use in v.uses() if use.node in position_of), default=-1)

@@ -110,7 +110,7 @@ class ChannelsLast:
         return {v for v, memory_format in conversions if v is not None and memory_format}
 
     def _conversions(self, node: ir.Node) -> list[torch.memory_format | None]:
-        """For each input the memory format that it is converted to; None if it is read as it is."""
+        """Return the memory format that each input is converted to; None if it is not converted."""
         definition = definition_of(node)
         images = IMAGES.of(node)
         values = images.values if images is not None and self._runs_channels_last(node) else frozenset()

@@ -24,7 +24,7 @@ from onnxtrain.plan.cut import Part
 def in_place_inputs(
     part: Part, last_uses: Mapping[ir.Value, int], kernels: Mapping[ir.Node, Kernel]
 ) -> dict[ir.Node, int]:
-    """For each node that may overwrite an input, the index of that input.
+    """Return, for each node that may overwrite an input, the index of that input.
 
     Args:
         part: the nodes of the program.
@@ -74,7 +74,7 @@ def _is_fresh(value: ir.Value, own: set[ir.Node]) -> bool:
 
 
 def last_uses(part: Part) -> dict[ir.Value, int]:
-    """For each tensor that is read, the position of its last reader; one past the last node for outputs."""
+    """Return the position of the last reader of each tensor that is read; one past the last node for outputs."""
     last: dict[ir.Value, int] = {}
     for position, node in enumerate(part.nodes):
         for value in node.inputs:

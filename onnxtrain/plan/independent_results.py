@@ -48,7 +48,7 @@ def wants_stages(option: bool | str, joint: Joint, full: Cut) -> bool:
 
 
 def _reached(joint: Joint) -> list[frozenset[int]]:
-    """For each result, the inputs that its gradient reaches.
+    """Return, for each result, the inputs that its gradient reaches.
 
     Forward tells: the zeros that are the gradient of `round` follow from no cotangent.
     """

@@ -9,7 +9,7 @@ from onnxtrain.ops import NOT_DIFFERENTIABLE, definition_of
 
 
 def input_views(model: ir.Model, results: int) -> tuple[str, ...]:
-    """For each result: "view" if it may be a view of an input, "detached" if such a view has no gradient, else ""."""
+    """Return "view" for each result that may be a view of an input, "detached" if it has no gradient, else ""."""
     sets = AliasSets(model.graph, definition_of)
     inputs = set(model.graph.inputs)
     return tuple(

@@ -50,7 +50,7 @@ class Network(nn.Module):
 
 
 def train(module: nn.Module, rank: int, scenario: str) -> dict[str, Any]:
-    """Some steps; returns all that must be equal."""
+    """Run some steps; return all values that must be equal."""
     options: dict[str, Any] = {}
     if scenario.endswith("unused"):
         options["find_unused_parameters"] = True
@@ -93,7 +93,7 @@ def equal(got: Any, eager: Any, exact: Any, where: str = "") -> None:
 
 
 def exchange_times(**options: Any) -> tuple[float, float]:
-    """When the first and the last all-reduce begin, as fractions of backward's processor time: medians of steps."""
+    """Return the start of the first and the last all-reduce, as fractions of backward's processor time (medians)."""
     torch.manual_seed(0)
     module = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.Tanh())))
     parallel = DistributedDataParallel(ORTModule(module, rng="torch", **options), bucket_cap_mb=0.25)
@@ -137,7 +137,7 @@ def check_training(rank: int, scenario: str) -> None:
 
 
 def process(rank: int, folder: str) -> None:
-    """Runs every scenario in one of the processes; writes what went wrong."""
+    """Run every scenario in one of the processes; write the failures."""
     torch.set_num_threads(1)
     file = Path(folder) / "rendezvous"
     dist.init_process_group(
@@ -163,7 +163,7 @@ SCENARIOS = (*TRAINING, EXCHANGE)
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, list[str]]:
-    """What each process says about each scenario: nothing where all is well."""
+    """Return the failures of each process in each scenario."""
     with tempfile.TemporaryDirectory() as folder:
         # Forks of one process that has imported this file: that takes seconds.
         multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])

@@ -42,7 +42,7 @@ def _forget() -> None:
 
 @pytest.fixture(autouse=True)
 def no_fallbacks() -> Iterator[None]:
-    """No graph runs in PyTorch, unless a test says so."""
+    """Fail if a graph runs in PyTorch, unless the test expects it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*runs in PyTorch")
         yield

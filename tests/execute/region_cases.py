@@ -151,7 +151,7 @@ def results(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def fused_programs(monkeypatch: pytest.MonkeyPatch) -> list[FusedProgram]:
-    """Every fused program made from now on; each compiles after three calls, at any size."""
+    """Collect every fused program made from now on; each compiles after three calls, at any size."""
     programs: list[FusedProgram] = []
     watch = fused.watch
 

@@ -224,7 +224,7 @@ def step(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[cpp_program.CppProgram]:
-    """Every program that may be compiled, as it is made; the compiled function always counts as faster."""
+    """Collect every program that may be compiled; the compiled function always counts as faster."""
     programs: list[cpp_program.CppProgram] = []
     watch = cpp_program.watch
 

@@ -100,7 +100,7 @@ def test_nodes_that_would_form_a_cycle_are_not_fused() -> None:
 
 
 def apart(op: Builder, x: ir.Value, w: ir.Value, wide: ir.Value) -> ir.Value:
-    """Both ops of the gate run in place, and a matmul is between them."""
+    """Run both ops of the gate in place, with a matmul between them."""
     silu = op.ms.QuickGelu(op.MatMul(x, w), alpha=1.0)
     return op.MatMul(op.Mul(silu, op.MatMul(x, op.Transpose(w, perm=[1, 0]))), wide)
 

@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def made_up_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Replaces the module of the compiling process. Its source may use `answer`, with a function for each request."""
+    """Replace the module of the compiling process. Its source may use `answer`, with a function for each request."""
 
     def put(source: str) -> None:
         folder = tmp_path / "modules"

@@ -252,7 +252,7 @@ class Sides:
         return {f"output {i} in eval mode": _plain(o) for i, o in enumerate(outputs)}
 
     def structure(self, eager: Sequence[Named], exact: Sequence[Named]) -> str:
-        """How the structure of float64's results differs from that of eager's."""
+        """Describe how the structure of float64's results differs from eager's."""
         for theirs, right in zip(eager, exact, strict=True):
             if theirs.keys() != right.keys():
                 return "other results"

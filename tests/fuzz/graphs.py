@@ -410,7 +410,7 @@ def _disabled_passes(rng: random.Random) -> tuple[str, ...]:
 
 
 def difference(graph: RandomGraph) -> str:
-    """What differs, in words; "" if nothing does."""
+    """Describe the difference; "" if there is none."""
     model, device = graph.model, torch.device("cpu")
     results = len(model.graph.outputs)
     wrt = (True,) * len(model.graph.inputs)

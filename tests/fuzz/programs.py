@@ -291,7 +291,7 @@ class Draw:
         return f"{x}.size({axis})" if self._rng.random() < 0.7 else f"{x}.shape[{axis}]"
 
     def factored(self, x: Operand) -> str:
-        """Other sizes for the elements of x."""
+        """Return other sizes for the elements of x."""
         if any(not x.is_static(d) for d in range(x.ndim)):
             return f"-1, {self._rng.choice([1, 2])}"
         rest, sizes = x.tensors[0].numel(), []

@@ -92,7 +92,7 @@ def _attention_backend(
     scale: float | None,
     enable_gqa: bool,
 ) -> int:
-    """Which kernel `_fused_sdp_choice` names for an H100; it asks the driver. From PyTorch 2.13's sdp_utils.cpp."""
+    """Return the kernel that `_fused_sdp_choice` chooses on an H100, as in PyTorch 2.13's sdp_utils.cpp."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     if half and mask is None and q.size(-1) == v.size(-1) <= 256 and not (is_causal and q.size(2) != k.size(2)):
         return int(SDPBackend.FLASH_ATTENTION.value)

@@ -54,11 +54,11 @@ class Launches:
         return Counter(k.operator for k in self.kernels)
 
     def waits(self) -> list[Launch]:
-        """Those for whose result the host waits."""
+        """Return the launches for whose result the host waits."""
         return [k for k in self.kernels if k.operator in _WAITS]
 
     def on_several_devices(self) -> list[Launch]:
-        """Those that read or write tensors of two devices."""
+        """Return the launches that read or write tensors of two devices."""
         return [k for k in self.kernels if len(k.devices) > 1]
 
 

@@ -43,7 +43,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Every class once, with the first task that lists it, in the order of tasks and names."""
+    """Return every class once, with the first task that lists it, in the order of tasks and names."""
     mappings = importlib.import_module("transformers.models.auto.modeling_auto")
     configs = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
     found: dict[str, Entry] = {}

@@ -105,7 +105,7 @@ class _Arguments:
         return mask[:, None].expand(self.shape).contiguous() if self.kind == "MultipleChoice" else mask
 
     def _mask(self) -> torch.Tensor:
-        """Ones for the images, then the ragged text."""
+        """Return ones for the images, then the ragged text."""
         text = ragged_mask(self.batch, self.length - self.image_tokens)
         return torch.cat([text.new_ones(self.batch, self.image_tokens), text], 1)
 

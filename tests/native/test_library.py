@@ -46,7 +46,7 @@ def counter(source: str = COUNT) -> Library:
 
 
 def check(library: Library) -> None:
-    """Every item is visited once, on any number of threads."""
+    """Check that every item is visited once, on any number of threads."""
     assert library.wait(WAIT_LIMIT_S), library.failure
     for n, threads in ((0, 2), (1, 4), (7, 2), (1000, 1), (1000, 3), (5, 64)):
         seen = torch.zeros(n, dtype=torch.int64)

@@ -102,7 +102,7 @@ def saving_logits_cases() -> list[OpCase]:
 
 
 def cross_entropies() -> list[OpCase]:
-    """Both ops with all reductions, with and without weights, for ranks two to five."""
+    """Return cases of both ops with all reductions, with and without weights, for ranks two to five."""
     found = []
     for name, reference in (
         ("SoftmaxCrossEntropyLossInternal", cross_entropy),

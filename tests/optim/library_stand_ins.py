@@ -55,7 +55,7 @@ class Megatron:
         return float(torch.nn.utils.clip_grad_norm_(self.fp32_from_fp16_groups[0], max_norm, norm_type))
 
     def train_step(self, loss: torch.Tensor) -> float:
-        """What Megatron's train_step calls, in its order."""
+        """Call what Megatron's train_step calls, in its order."""
         for p in self.fp16_groups[0]:
             p.grad = None
         (loss * self.loss_scaler.value).backward()
@@ -152,7 +152,7 @@ def is_model_parallel_parameter(p: Any) -> bool:
 
 
 def masked(norm: torch.Tensor) -> torch.Tensor:
-    """What a norm that is infinite or NaN becomes: versions differ."""
+    """Return the replacement of an infinite or NaN norm, which differs between versions."""
     return norm.masked_fill(~norm.isfinite(), -1.0)
 
 

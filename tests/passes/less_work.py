@@ -56,10 +56,10 @@ def shapes(graph: ir.Graph, op_type: str) -> list[str]:
 
 
 def refusals(model: ORTModule, name: str) -> list[str]:
-    """What a pass refused in the newest compilation."""
+    """Return what a pass refused in the newest compilation."""
     return [str(refusal) for refusal in model.report().refused if refusal.pass_name == name]
 
 
 def made(model: ORTModule, name: str) -> list[str]:
-    """What a pass did in the newest compilation."""
+    """Return what a pass applied in the newest compilation."""
     return [text for stage in model.report().stages for text in stage.applied if text.startswith(f"{name}:")]

@@ -124,7 +124,7 @@ def results(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tensor]:
 
 
 def check(form: Form, dtype: torch.dtype, channels: int = 4, channels_last: bool = False, **options: Any) -> ORTModule:
-    """Compares with eager PyTorch, at several sizes on one capture."""
+    """Compare with eager PyTorch, at several sizes on one capture."""
     torch.manual_seed(3)
     eager = Formed(form, channels).to(dtype)
     exact = copy.deepcopy(eager).double()

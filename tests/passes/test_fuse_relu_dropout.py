@@ -62,7 +62,7 @@ STAYS: tuple[Form, ...] = (relu_read_elsewhere, with_residual, dropout_first, ot
 
 
 def check(form: Form, dtype: torch.dtype, **options: Any) -> nn.Module:
-    """Compares with PyTorch under the same masks, at all sizes, on one capture."""
+    """Compare with PyTorch under the same masks, at all sizes, on one capture."""
     ours = ORTModule(FunctionModule(lambda x, other: form(lambda t: F.dropout(t, P), x, other)), **options)
     eager = FunctionModule(lambda x, other: form(keyed, x, other))
     for known in SIZES:

@@ -143,7 +143,7 @@ def results(module: nn.Module, tensors: list[Tensor], dtype: torch.dtype) -> lis
 
 
 def check(form: Form, dtype: torch.dtype = torch.float32, **options: Any) -> ORTModule:
-    """Compares with PyTorch under the same masks, at all sizes, on one capture."""
+    """Compare with PyTorch under the same masks, at all sizes, on one capture."""
     ours = ORTModule(FunctionModule(lambda x, residual: form(lambda t: F.dropout(t, P), x, residual)), **options)
     eager = FunctionModule(lambda x, residual: form(keyed, x, residual))
     for known in SIZES:
@@ -156,7 +156,7 @@ def check(form: Form, dtype: torch.dtype = torch.float32, **options: Any) -> ORT
 
 
 def with_residual(ours: nn.Module, part: str = "forward") -> int:
-    """How many KeyedDropouts of a program add a residual."""
+    """Count the KeyedDropouts of a program that add a residual."""
     nodes = getattr(engine_of(ours).newest().parts, part).nodes
     return sum(n.op_type == "KeyedDropout" and len(n.inputs) == 3 for n in nodes)
 

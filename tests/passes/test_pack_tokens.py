@@ -120,7 +120,7 @@ FORMS: dict[str, list[list[int]]] = {
 
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each batch, whether it ran packed."""
+    """Record for each batch whether it ran packed."""
     found: list[bool] = []
     kept_tokens = PackingCheck.kept_tokens
 

@@ -101,7 +101,7 @@ class Tokens(nn.Module):
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """For each batch, how many tokens it ran with; None where it ran as it is."""
+    """Record the number of tokens that each batch ran with; None if it was not packed."""
     found: list[int | None] = []
     kept_tokens = PackingCheck.kept_tokens
 
@@ -124,7 +124,7 @@ def batch_of(form: list[list[int]], seed: int = 0, share: float = 0.5, on_paddin
 
 
 def expected(module: Tokens, words: torch.Tensor, labels: torch.Tensor) -> int:
-    """How many tokens are read: by the head, and by attention that looks back."""
+    """Count the tokens that are read: by the head, and by attention that looks back."""
     read = labels != IGNORED if module.head == "labels" else words != PADDING
     if module.head == "last":
         read = F.one_hot((read.sum(1) - 1).clamp(min=0), words.size(1)).bool()

@@ -108,7 +108,7 @@ def closed(op: Any, result: ir.Value) -> ir.Graph:
 
 
 def source_of_result(graph: ir.Graph) -> ir.Node | None:
-    """What computes the argument of the last Exp."""
+    """Return the node that computes the argument of the last Exp."""
     last = graph.outputs[0].producer()
     assert last is not None
     assert last.inputs[0] is not None

@@ -44,7 +44,7 @@ class LookedUpTwice(nn.Module):
 
 
 def adds(ours: nn.Module) -> list[bool]:
-    """For each gradient of a table in backward, whether it adds to another."""
+    """Return whether each gradient of a table in backward adds to another."""
     nodes = engine_of(ours).newest().parts.backward.nodes
     return [len(n.inputs) > 3 for n in nodes if n.op_type in ("EmbeddingGrad", "GatherGrad")]
 

@@ -62,7 +62,7 @@ class Gated(nn.Module):
 
 
 def run(**options: Any) -> tuple[list[str], list[torch.Tensor]]:
-    """What is recomputed at the first sizes; outputs and gradients at all."""
+    """Return the values recomputed at the first sizes, and outputs and gradients at all sizes."""
     torch.manual_seed(0)
     model = ORTModule(Gated(), rng="torch", **options)
     found: list[torch.Tensor] = []

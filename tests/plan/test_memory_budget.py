@@ -84,7 +84,7 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 def stack_with(**options: Any) -> tuple[Stack, ORTModule]:
-    """Without a budget, all is kept."""
+    """Return the stack; without a budget it keeps all values."""
     torch.manual_seed(3)
     module = Stack()
     return module, ORTModule(module, rng="torch", recompute="none", **options)
@@ -137,7 +137,7 @@ WIDE = {"x": torch.randn(128, 64, generator=torch.Generator().manual_seed(0))}
 
 
 def least_budget(model: ORTModule, batch: dict[str, torch.Tensor]) -> int:
-    """What the error of an impossible budget names."""
+    """Return the smallest budget that the error of an impossible budget gives."""
     with pytest.raises(MemoryBudgetError) as caught:
         step(model, batch)
     found = re.search(r"(\d+) bytes or more", str(caught.value))
@@ -344,7 +344,7 @@ def unbudgeted(entry: ZooModel) -> list[Result]:
 
 
 def assert_zoo_equal(entry: ZooModel, share: float) -> None:
-    """Where the share cannot be met, at the least that can."""
+    """Compare at the fraction, or at the smallest possible budget if the fraction cannot be met."""
     try:
         got = result_of(entry, share)
     except MemoryBudgetError as error:

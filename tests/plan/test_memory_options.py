@@ -57,7 +57,7 @@ def train(module: nn.Module, **options: Any) -> tuple[ORTModule, list[torch.Tens
 
 
 def kept_bytes(model: ORTModule) -> int:
-    """What a step holds at most, without the gradients, which are added to."""
+    """Return the peak of a step, without the gradients, which exist before it."""
 
     def step() -> None:
         model(torch.ones(512, WIDTH)).square().sum().backward()

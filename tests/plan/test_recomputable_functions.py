@@ -64,7 +64,7 @@ def step(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
 
 
 def forwards(module: nn.Module, x: torch.Tensor) -> int:
-    """How often a function's forward runs in one step."""
+    """Count how often a function's forward runs in one step."""
     step(module, x)
     before = _Cubed.calls
     step(module, x)

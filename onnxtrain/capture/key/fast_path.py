@@ -80,7 +80,7 @@ def compile_fast_path(
 
 
 def _recognized(*tensors: torch.Tensor) -> None:
-    """Replaces `run` in the trial call."""
+    """Replace `run` in the trial call."""
 
 
 # The arguments

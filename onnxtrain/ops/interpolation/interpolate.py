@@ -280,7 +280,7 @@ def _nearest_captures(mode: str) -> tuple[FromTorch, FromTorch]:
 
 
 def _weighted_captures(mode: str) -> tuple[FromTorch, FromTorch]:
-    """As `_nearest_captures`, for overloads that take align_corners."""
+    """Return captures as `_nearest_captures` does, for overloads that take align_corners."""
 
     def vector(op: Builder, x: ir.Value, output_size: Any, align_corners: bool, scale_factors: Any) -> Any:
         return _interpolate(op, x, mode, align_corners, scale_factors)

@@ -262,7 +262,7 @@ def _capture_instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """As PyTorch computes it: a batch norm of one sample whose channels are all channels of all samples."""
+    """Capture a batch norm of one sample whose channels are all channels of all samples, as PyTorch does."""
     if not use_input_stats:
         return _capture_no_training(op, x, weight, bias, running_mean, running_var, momentum, eps)[0]
     if running_mean is not None:

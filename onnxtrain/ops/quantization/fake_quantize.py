@@ -260,7 +260,7 @@ def _aligned_body(op: Builder, n: NodeView, parameter: ir.Value) -> ir.Value:
 
 
 def _aligned(parameter: Tensor, x: Tensor, axis: int) -> Tensor:
-    """As `_aligned_body`, for tensors."""
+    """Align as `_aligned_body` does, for tensors."""
     if parameter.numel() == 1:
         return parameter.reshape(())
     return parameter.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])

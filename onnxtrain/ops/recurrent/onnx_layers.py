@@ -134,7 +134,7 @@ def _reverse(n: NodeView) -> tuple[bool, ...]:
 
 
 def _sizes(n: NodeView) -> tuple[Size, Size, Size, Size]:
-    """Steps, directions, samples and hidden size."""
+    """Return steps, directions, samples and hidden size."""
     x, r = sizes.dims_of(n.x), sizes.dims_of(n.r)
     if len(x) != 3 or len(r) != 3:
         raise GraphError(

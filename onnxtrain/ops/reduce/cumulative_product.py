@@ -60,7 +60,7 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    """For each i and k multiply the elements before i by those after i up to k."""
+    """Multiply, for each i and k, the elements before i by those after i up to k."""
     one, zero = op.scalar(1, like=n.x), op.scalar(0, like=n.x)
     rank = rank_of(n.x)
     x, dy = (unsqueezed(op, _swap_with_last(op, n, v), rank - 1) for v in (n.x, n.dy))
