@@ -92,10 +92,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """One compilation.
+    """The report of one compilation.
 
     Attributes:
-        stages: in order.
+        stages: the stages, in order.
         before: the cost of a step before any pass, with its backward, if statistics has "work".
         variants: further graphs of the same capture by name ("without padding"). Each is compiled when its first batch
             arrives.

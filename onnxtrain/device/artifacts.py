@@ -92,8 +92,8 @@ def generate_artifacts(
         loss: a `LossType`, or a block that appends the loss; None: the model's first output is the loss.
         optimizer: an `OptimType`, a block of `onnxblock.optim`, or one that calls such a block; None: none is written.
         artifact_directory: the folder of the files, created if it does not exist; None: the current folder.
-        prefix: of all file names.
-        ort_format: not supported: ORT-format files are made by the device's own onnxruntime; the error says how.
+        prefix: the prefix of all file names.
+        ort_format: not supported; the error explains how to convert the files with the device's onnxruntime.
         custom_op_library: the shared library of the model's custom ops.
         additional_output_names: outputs of the model that the graphs return besides the loss.
         nominal_checkpoint: whether to also write `<prefix>nominal_checkpoint`, with names and shapes only.
@@ -104,7 +104,7 @@ def generate_artifacts(
         output_names: the names of the tensors that it returns.
 
     Raises:
-        ArtifactError: a RuntimeError; the model or an argument cannot be used. It says what and why.
+        ArtifactError: a RuntimeError; the model or an argument cannot be used.
         TypeError: `optimizer` is neither an OptimType nor a block.
     """
     block = _loss_block(loss)

@@ -23,7 +23,7 @@ _STEP = "step"
 
 
 class AdamWMode(IntEnum):
-    """How weight decay is applied, and whether epsilon is added before or after bias correction."""
+    """The variant of weight decay, and of the order of epsilon and bias correction."""
 
     ADAM_L2_REGULARIZATION = 0
     """L2 regularization, added to the gradient: `torch.optim.Adam`."""

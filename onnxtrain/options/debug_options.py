@@ -39,7 +39,7 @@ class LoggingOptions:
 
 
 class DebugOptions:
-    """What to log and which graphs to write. Environment variables override these arguments.
+    """Settings of the log and of saved graphs. Environment variables override these arguments.
 
     Args:
         log_level: the lowest level to log (ORTMODULE_LOG_LEVEL).
