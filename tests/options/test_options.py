@@ -575,7 +575,7 @@ class TestCommand:
         shown = capsys.readouterr().out
         assert re.search(r"log_level +│ INFO +│ ORTMODULE_LOG_LEVEL", shown)
         assert re.search(r"rng +│ torch +│ \S*options.json", shown)
-        assert "the lowest level that is logged" in shown
+        assert "the minimum level of logged messages" in shown
         assert "ORTMODULE_TRITON_CONFIG_FILE is set and has no effect" in shown
 
     def test_an_invalid_value_is_an_error_without_traceback(self, monkeypatch, capsys):
