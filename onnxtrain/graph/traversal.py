@@ -179,8 +179,8 @@ def name_uniquely(graph: ir.Graph) -> None:
                 value.name = unique(value.name or node.name, values)
 
 
-def unique(name: str, taken: set[str]) -> str:
-    """Return the name, with a number if it is taken, and add it to the taken ones."""
+def unique(name: str, used_names: set[str]) -> str:
+    """Return the name, with a number if it is used, and add it to the used names."""
     candidate, number = name, 1
     while candidate in used_names:
         number += 1

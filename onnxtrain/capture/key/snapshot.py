@@ -481,8 +481,8 @@ def submodules(
     module: torch.nn.Module, path: str = "", visited: set[int] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield each submodule once, with its first path; not the parts of a TorchScript module."""
-    seen = set() if seen is None else seen
-    if id(module) in seen:
+    visited = set() if visited is None else visited
+    if id(module) in visited:
         return
     visited.add(id(module))
     yield path, module
