@@ -72,7 +72,7 @@ def test_division_rounds_as_onnxruntime_and_reciprocal_as_torch(requires_grad: b
     zero = torch.tensor(3.0)
     by_torch = torch.fake_quantize_per_tensor_affine(x, SCALE.item(), 3, -128, 127)
     by_onnxruntime = quantize_and_dequantize_by_onnxruntime(x)
-    assert not torch.isclose(by_torch, by_onnxruntime, rtol=0.1).any()
+    assert ((by_torch - by_onnxruntime).abs() > SCALE / 2).all(), "one level apart"
     for divide, expected in ((False, by_torch), (True, by_onnxruntime)):
         leaf = x.clone().requires_grad_(requires_grad)
         y, mask = fake_quantize(leaf, SCALE, zero, -128, 127, divide=divide)
