@@ -14,7 +14,7 @@ from onnxtrain import ORTModule
 
 
 def build(width: int = 32) -> nn.Module:
-    """A small transformer that averages over the sequence."""
+    """Return a small transformer that averages over the sequence."""
     layer = nn.TransformerEncoderLayer(width, 4, 64, batch_first=True)
     return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 

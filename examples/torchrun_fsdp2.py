@@ -20,7 +20,7 @@ from examples.torchrun_ddp import build
 
 
 def last_checkpoint(folder: Path) -> int:
-    """The number of steps that the last complete checkpoint contains; 0 if there is none."""
+    """Return the number of steps that the last complete checkpoint contains; 0 if there is none."""
     return max((int(file.parent.name) for file in folder.glob("*/.metadata")), default=0)
 
 

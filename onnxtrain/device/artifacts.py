@@ -274,7 +274,7 @@ class _Sources:
         self._trainable, self._frozen = captured.trainable, captured.frozen
 
     def choice(self, requires_grad: Sequence[str] | None, frozen: Sequence[str] | None) -> Choice:
-        """The parameters to train and to freeze; none to train if the model has none besides the frozen ones."""
+        """Return the parameters to train and to freeze; none to train if the model has none besides the frozen ones."""
         if requires_grad is None:
             requires_grad = [name for name in self._trainable or () if name not in (frozen or ())]
         if frozen is None:

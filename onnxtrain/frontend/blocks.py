@@ -12,7 +12,7 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
 def blocks_of(model: torch.nn.Module, path: str = "") -> dict[str, torch.nn.Module]:
-    """The outermost repeated modules, by path: two or more of one class in a list."""
+    """Return the outermost repeated modules, by path: two or more of one class in a list."""
     blocks: dict[str, torch.nn.Module] = {}
     for name, child in model.named_children():
         child_path = f"{path}.{name}" if path else name
@@ -25,14 +25,17 @@ def blocks_of(model: torch.nn.Module, path: str = "") -> dict[str, torch.nn.Modu
 
 
 def reason_of_hooks(blocks: Mapping[str, torch.nn.Module]) -> str | None:
-    """Why a model runs block by block, if a block or a submodule of one has hooks that a graph would not run."""
+    """Return why a model runs block by block, if a block or a submodule of one has hooks that a graph would not run."""
     hooked = (path for path, block in blocks.items() for m in block.modules() if any(uncapturable_hooks(m)))
     first = next(hooked, None)
     return None if first is None else f"blocks have hooks, which run around the graph of their block ({first})"
 
 
 def _are_blocks(members: list[torch.nn.Module]) -> bool:
-    """Whether the modules are of one class and have several layers each: a graph of a single layer saves no time."""
+    """Return whether the modules are of one class and have several layers each.
+
+    A graph of a single layer saves no time.
+    """
     return len({type(m) for m in members}) == 1 and all(_is_block(m) for m in members)
 
 

@@ -386,7 +386,7 @@ class Engine:
             )
 
     def _name(self) -> str:
-        """The module's class; with the rank if there are several, because it may be the only one concerned."""
+        """Return the module's class; with the rank if there are several, because it may be the only one concerned."""
         name = type(self._module).__name__
         return name if ranks.world_size() == 1 else f"{name} (rank {ranks.rank()} of {ranks.world_size()})"
 

@@ -163,7 +163,10 @@ class ORTModule(torch.nn.Module):
         return None
 
     def report(self) -> CompileReport:
-        """The report of the newest compilation: what each stage did. Raises RuntimeError before the first call."""
+        """Return the report of the newest compilation: what each stage did.
+
+        Raises RuntimeError before the first call.
+        """
         reports = [report for r in self.__dict__["_regions"] if (report := r.region("").compiled) is not None]
         return reports[-1] if reports else engine_of(self).newest().report
 

@@ -106,7 +106,7 @@ class RegionForward:
             raise
 
     def instead_of_capture(self) -> Call | None:
-        """How to run a call that no capture fits, if the module is not to be captured now."""
+        """Return how to run a call that no capture fits, if the module is not to be captured now."""
         if not zero3.gathers_by_submodule(self.module):
             return None
         self._undo_leaf = zero3.make_leaf(self.module)
@@ -119,7 +119,7 @@ class RegionForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def region(self, name: str) -> Region:
-        """The module's entry in the report."""
+        """Return the module's entry in the report."""
         engine = self._engine
         kind = type(self.module).__name__
         if not engine.captures:
@@ -144,7 +144,10 @@ class RegionForward:
 
 
 def _function(signature: inspect.Signature) -> Call:
-    """The `__func__` of the forward: a function of (module, ...) that calls the prepared forward of that module."""
+    """Return the `__func__` of the forward.
+
+    A function of (module, ...) that calls the prepared forward of that module.
+    """
 
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module.__dict__[KEY](*args, **kwargs)

@@ -25,7 +25,7 @@ _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def gathers_by_submodule(module: torch.nn.Module) -> bool:
-    """Whether all hooks of the submodules that a graph would not run are those of stage 3."""
+    """Return whether all hooks of the submodules that a graph would not run are those of stage 3."""
     hooks = [hook for submodule in _below(module) for _, hook in uncapturable_hooks(submodule)]
     return bool(hooks) and all(map(_is_of_zero, hooks))
 
@@ -60,7 +60,7 @@ def make_leaf(module: torch.nn.Module) -> Callable[[], None]:
 
 
 def gathered(module: torch.nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs a call while all parameters of the module and its submodules are gathered.
+    """Return a function that runs a call while all parameters of the module and its submodules are gathered.
 
     It is for the call in which the module becomes a leaf, because its hooks have run before that.
 
@@ -93,7 +93,7 @@ def _forget_order(hook: Callable[..., Any]) -> None:
 
 
 def _function(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that DeepSpeed defines, without wrappers."""
+    """Return the function that DeepSpeed defines, without wrappers."""
     if getattr(hook, "__module__", None) == _PROFILING:
         hook = inspect.getclosurevars(hook).nonlocals.get("func", hook)
     function: Callable[..., Any] = inspect.unwrap(hook)

@@ -277,7 +277,7 @@ class AtenCall:
 
 
 def can_have_gradient(tensor: torch.Tensor) -> bool:
-    """Whether autograd differentiates tensors of this dtype."""
+    """Return whether autograd differentiates tensors of this dtype."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -244,7 +244,7 @@ def _outside_layers(subgraphs: Iterable[Subgraph]) -> Iterator[Candidate]:
 
 
 def _layer_of(node: ir.Node) -> str | None:
-    """The outermost numbered submodule of a node, such as `encoder.layer.3`; None if it has none."""
+    """Return the outermost numbered submodule of a node, such as `encoder.layer.3`; None if it has none."""
     match = re.match(r"(?:.*?\.)??\d+(?=\.|$)", node.metadata_props.get("module", ""))
     return match[0] if match else None
 

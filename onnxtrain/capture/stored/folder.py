@@ -49,7 +49,7 @@ class CaptureFolder:
             yield file, data
 
     def lock_file(self, key: str) -> Path:
-        """The file that a process locks while it captures."""
+        """Return the file that a process locks while it captures."""
         return self._folder / f".{key}.lock"
 
     def mark_used(self, file: Path) -> None:

@@ -60,7 +60,7 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """The gradient of x by PyTorch's kernels. That of images requires contiguous scores."""
+    """Return the gradient of x by PyTorch's kernels. That of images requires contiguous scores."""
     rest = (weights, reduction, ignore_index, total_weight)
     if x.ndim == 2:
         return aten.nll_loss_backward.default(dy, x, labels, *rest)  # type: ignore[no-any-return]
