@@ -66,14 +66,14 @@ class ClipGradNorm(Block):
             raise ArtifactError("max_norm must be positive.", got=max_norm)
         self.max_norm = max_norm
 
-    def build(self, *gradients: str) -> list[str]:
+    def build(self, *gradients: str) -> list[str] | str:
         """Append nodes for float32 gradients of these names; return the names of the clipped gradients.
 
-        One name may be that of a sequence of gradients.
+        For the name of a sequence of gradients, return that of the clipped sequence.
         """
         base = current_base()
         if len(gradients) == 1 and base.is_sequence(gradients[0]):
-            return [self._of_sequence(base, gradients[0])]
+            return self._of_sequence(base, gradients[0])
         squares = [base.append("ReduceSum", [base.append("Mul", [g, g])], keepdims=0) for g in gradients]
         factor = self._factor(base, base.append("Sum", squares))
         return [base.append("Mul", [g, factor], f"{g}_clipped") for g in gradients]

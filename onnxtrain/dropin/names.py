@@ -36,7 +36,10 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "onnxblock.onnxblock": {"onnxtrain.onnxblock": "ForwardBlock TrainingBlock"},
     "onnxblock.optim": {"onnxtrain.onnxblock.optim": "*"},
     "onnxblock.optim.optim": {"onnxtrain.onnxblock.optim": "*"},
-    "optim": {"onnxtrain.optim": "AdamConfig AdamWMode FP16_Optimizer FusedAdam LambConfig SGDConfig"},
+    "optim": {
+        "onnxtrain.optim": "AdamConfig AdamWMode ConstantWarmupLRScheduler CosineWarmupLRScheduler FP16_Optimizer "
+        "FusedAdam LambConfig LinearWarmupLRScheduler PolyWarmupLRScheduler SGDConfig"
+    },
     "optim.config": {"onnxtrain.optim": "AdamConfig LambConfig SGDConfig"},
     "optim.fp16_optimizer": {"onnxtrain.optim": "FP16_Optimizer"},
     "optim.fused_adam": {"onnxtrain.optim": "AdamWMode FusedAdam"},
@@ -58,7 +61,10 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "ortmodule.experimental.hierarchical_ortmodule": {
         "onnxtrain.frontend.hierarchical_module": "HierarchicalORTModule"
     },
-    "ortmodule.experimental.json_config": {"onnxtrain.dropin.legacy": "load_from_json"},
+    "ortmodule.experimental.json_config": {
+        "onnxtrain.dropin.legacy": "load_from_json",
+        "onnxtrain.options": "JSON_PATH_ENVIRONMENT_KEY=JSON_VARIABLE",
+    },
     "ortmodule.experimental.pipe": {"onnxtrain.distributed.pipeline": "ORTPipelineModule"},
     "ortmodule.graph_optimizer_registry": {"onnxtrain.passes.user_graph_optimizers": "register_graph_optimizer"},
     "ortmodule.graph_optimizers.utils": {

@@ -16,7 +16,10 @@ from onnxtrain.dropin.legacy import (
     ORTMODULE_IS_DETERMINISTIC,
     ORTMODULE_TORCH_CPP_DIR,
     Settings,
+    is_ortmodule_available,
+    set_seed,
 )
+from onnxtrain.errors import ORTModuleFallbackException, ORTModuleInitException
 from onnxtrain.passes.user_graph_optimizers import register_graph_optimizer
 
 __all__ = [
@@ -30,8 +33,12 @@ __all__ = [
     "DebugOptions",
     "LogLevel",
     "ORTModule",
+    "ORTModuleFallbackException",
+    "ORTModuleInitException",
     "_FallbackPolicy",
+    "is_ortmodule_available",
     "register_graph_optimizer",
+    "set_seed",
 ]
 
 ORTMODULE_ONNX_OPSET_VERSION = ONNX_OPSET_VERSION

@@ -163,10 +163,10 @@ def test_clipping_a_sequence_of_gradients() -> None:
     with onnxblock.empty_base() as model:
         model.graph.input.append(helper.make_tensor_sequence_value_info("gradients", TensorProto.FLOAT, None))
         block = Forward(onnxblock.optim.ClipGradNorm(1.0))
-        block("gradients")
+        clipped_name = block("gradients")
         session = ort.InferenceSession(block.to_model_proto().SerializeToString())
     given = [torch.randn(3), torch.randn(2, 2)]
-    (found,) = session.run(None, {"gradients": [gradient.numpy() for gradient in given]})
+    (found,) = session.run([clipped_name], {"gradients": [gradient.numpy() for gradient in given]})
     assert_matches(found, clipped, given, 1.0)
 
 

@@ -24,7 +24,8 @@ NAMES = {
     "has_collective_ops is_triton_enabled is_torch_interop_default_on set_seed",
     "ortmodule": "ORTModule DebugOptions LogLevel register_graph_optimizer ONNX_OPSET_VERSION "
     "MINIMUM_RUNTIME_PYTORCH_VERSION_STR ORTMODULE_FALLBACK_POLICY ORTMODULE_FALLBACK_RETRY "
-    "ORTMODULE_IS_DETERMINISTIC ORTMODULE_TORCH_CPP_DIR",
+    "ORTMODULE_IS_DETERMINISTIC ORTMODULE_TORCH_CPP_DIR ORTModuleFallbackException ORTModuleInitException "
+    "is_ortmodule_available set_seed",
     "ortmodule.ortmodule": "ORTModule",
     "ortmodule.options": "DebugOptions LogLevel _SkipCheck",
     "ortmodule._fallback": "_FallbackPolicy ORTModuleFallbackException ORTModuleInitException "
@@ -34,9 +35,10 @@ NAMES = {
     "ortmodule.graph_optimizer_registry": "register_graph_optimizer",
     "ortmodule.graph_optimizers.utils": "GraphMatcher check_attribute_value make_constant_node update_graph",
     "ortmodule.torch_cpp_extensions.install": "",
-    "ortmodule.experimental.json_config": "load_from_json",
+    "ortmodule.experimental.json_config": "load_from_json JSON_PATH_ENVIRONMENT_KEY",
     "ortmodule.experimental.hierarchical_ortmodule": "HierarchicalORTModule",
-    "optim": "FusedAdam AdamWMode FP16_Optimizer SGDConfig AdamConfig LambConfig lr_scheduler config",
+    "optim": "FusedAdam AdamWMode FP16_Optimizer SGDConfig AdamConfig LambConfig lr_scheduler config "
+    "ConstantWarmupLRScheduler CosineWarmupLRScheduler LinearWarmupLRScheduler PolyWarmupLRScheduler",
     "optim.config": "SGDConfig AdamConfig LambConfig",
     "optim.lr_scheduler": "ConstantWarmupLRScheduler CosineWarmupLRScheduler LinearWarmupLRScheduler "
     "PolyWarmupLRScheduler",
@@ -248,6 +250,7 @@ def test_error_types() -> None:
     assert issubclass(fallback.ORTModuleIOError, fallback.ORTModuleFallbackException)
     assert fallback.ORTModuleFallbackException is errors.ORTModuleFallbackException
     load_from_json = found("ortmodule.experimental.json_config.load_from_json")
+    assert found("ortmodule.experimental.json_config.JSON_PATH_ENVIRONMENT_KEY") == "ORTMODULE_JSON_CONFIG_PATH"
     with pytest.raises(ValueError, match="No JSON file"):
         load_from_json(None)
 
