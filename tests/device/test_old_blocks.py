@@ -291,6 +291,6 @@ def test_sequences_and_optionals_are_refused(tmp_path: Path) -> None:
     )
     given = by_hand([node("SequenceAt", ["x", "zero"], ["h"]), node("MatMul", ["h", "w"], ["y"])], constants, ["n", 4])
     given.graph.input[0].CopyFrom(helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, ["n", 4]))
-    for model, says in ((inside, "SequenceConstruct.* works on sequences"), (given, "the input 'x' is none")):
+    for model, says in ((inside, "SequenceConstruct.* uses sequences"), (given, "the input 'x' is not one")):
         with pytest.raises(RuntimeError, match=says):
             generate_artifacts(model, requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path)
