@@ -93,7 +93,7 @@ def test_reads_an_npz_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("given", "code", "says"),
     [
-        (["--data", "digits"], cli.FAILED, "does not fit the 64 pixels"),
+        (["--data", "digits"], cli.FAILED, "does not match the 64 pixels"),
         (["--data", "nowhere.npz"], cli.FAILED, "data cannot be read"),
         (["--data", str(Path(__file__).parent)], cli.FAILED, "data cannot be read"),
         (["--data", __file__], cli.FAILED, "a file of another format"),
