@@ -178,10 +178,24 @@ class Builder:
         """Return these sizes as an int64 vector, the form that Reshape and Expand take."""
         if all(isinstance(dim, int) for dim in dims):
             return self.constant(list(dims), ir.DataType.INT64)
-        parts = [self._size_vector(dim) for dim in dims]
-        result: ir.Value = parts[0] if len(parts) == 1 else self.Concat(*parts, axis=0)
+        if len(dims) > 1:
+            return self._shape_vector(tuple(dims))
+        result = self._size_vector(dims[0])
         result.meta["sizes"] = tuple(dims)
         return result
+
+    def _shape_vector(self, dims: Sizes) -> ir.Value:
+        """Return one vector for all equal shapes of forward, and one for those of backward.
+
+        A shape that backward computes again need not be saved.
+        """
+        shapes: dict[tuple[Sizes, bool], ir.Value] = self.graph.meta.setdefault("shape_values", {})
+        key = dims, "gradient_of" in self.origin
+        value = shapes.get(key)
+        if value is None or value.graph is not self.graph:
+            value = shapes[key] = self.Concat(*map(self._size_vector, dims), axis=0)
+            value.meta["sizes"] = dims
+        return value
 
     def size(self, dim: Size, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
         """Return one size as a 0-dimensional tensor."""

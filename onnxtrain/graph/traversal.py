@@ -12,7 +12,7 @@ from onnxtrain.errors import GraphError
 ValueMap = MutableMapping[ir.Value, ir.Value]
 
 # Metadata in which the builder caches values of a graph: it must not be copied to another graph.
-_BUILDER_CACHES = frozenset({"size_values", "size_sources"})
+_BUILDER_CACHES = frozenset({"size_values", "shape_values", "size_sources"})
 
 
 def describe(node: ir.Node) -> str:
@@ -281,8 +281,16 @@ def clone(graph: ir.Graph) -> tuple[ir.Graph, dict[ir.Value, ir.Value]]:
 
 def extract(graph: ir.Graph, values: Sequence[ir.Value]) -> ir.Graph:
     """Return a copy of the graph, with all its inputs, that computes these of its values only."""
-    copy, copies = clone(graph)
-    copy.outputs.clear()
+    needed: set[ir.Value] = set(values)
+    nodes: list[ir.Node] = []
+    for node in reversed(graph):
+        if not needed.isdisjoint(node.outputs):
+            nodes.append(node)
+            needed.update(reads(node))
+    copies: dict[ir.Value, ir.Value] = {}
+    copy = clone_head(graph, copies)
+    for node in reversed(nodes):
+        copy.append(clone_node(node, copies))
     copy.outputs.extend(copies[v] for v in values)
     remove_unused(copy, lambda node: False)
     return copy
