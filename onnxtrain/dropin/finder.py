@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from onnxtrain.dropin.names import FILES, MODULES
+from onnxtrain.dropin.removed import MODULES as REMOVED_MODULES
+from onnxtrain.dropin.removed import message
 
 NAME = "onnxruntime.training"
 _PACKAGE = Path(__file__).parents[1]
 _NAMES = {"", *MODULES, *FILES}
-_PACKAGES = {name[:dot] for name in _NAMES for dot in range(len(name)) if name[dot] == "."} | {""}
+_PACKAGES = {name[:dot] for name in {*_NAMES, *REMOVED_MODULES} for dot in range(len(name)) if name[dot] == "."} | {""}
 
 
 class _Finder:
@@ -30,10 +33,33 @@ class _Finder:
         if relative in FILES:
             locations: list[str] | None = [] if relative in _PACKAGES else None
             file = _PACKAGE / FILES[relative]
-            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=locations)
+            loader = _FileLoader(name, str(file))
+            return importlib.util.spec_from_file_location(
+                name, file, loader=loader, submodule_search_locations=locations
+            )
         if relative in _NAMES | _PACKAGES:
             return ModuleSpec(name, _Loader(), is_package=relative in _PACKAGES)
+        if removed := message(relative):
+            raise ModuleNotFoundError(removed, name=name)
         return None
+
+
+class _FileLoader(SourceFileLoader):
+    """Loads a file of onnxtrain under the former name."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        vars(module)["__getattr__"] = functools.partial(_refuse, module.__name__)
+
+
+def _refuse(module: str, name: str) -> NoReturn:
+    """Raise the error of a name that a module does not have.
+
+    A removed name raises ImportError: `from ... import ...` hides the text of an AttributeError.
+    """
+    if removed := message(f"{module[len(NAME) + 1 :]}.{name}"):
+        raise ImportError(removed, name=module)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 class _Loader(Loader):
@@ -50,7 +76,7 @@ class _Loader(Loader):
                 return getattr(importlib.import_module(source), original)
             if name in submodules:
                 return importlib.import_module(f"{module.__name__}.{name}")
-            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return _refuse(module.__name__, name)
 
         module.__doc__ = f"`{module.__name__}`, by onnxtrain."
         names = [*sources, *sorted(name for name in submodules if not name.startswith("_"))]

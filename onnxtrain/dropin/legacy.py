@@ -6,12 +6,13 @@ import importlib.util
 import os
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import onnx
 import torch
 from onnxruntime.capi._pybind_state import set_seed as set_seed_of_onnxruntime
 from rich.console import Console
@@ -21,6 +22,9 @@ from onnxtrain.frontend.ort_module import ORTModule
 from onnxtrain.options import JSON_VARIABLE, Options
 from onnxtrain.options.table import replace_default
 from onnxtrain.options.without_effect import VARIABLES
+from onnxtrain.passes.user_graph_optimizers import GraphFunction, functions_for, register_graph_optimizer
+
+_Index = TypeVar("_Index")
 
 # The opset of ONNX Runtime Training's graphs. onnxtrain writes files in the opset of the option onnx_opset.
 ONNX_OPSET_VERSION = 17
@@ -140,3 +144,32 @@ def load_from_json(ortmodule: ORTModule, path: str | os.PathLike[str] | None = N
 def print_nothing_to_build() -> None:
     """Print that onnxtrain has no extensions to build."""
     Console().print(VARIABLES["ORTMODULE_TORCH_CPP_DIR"].reason, markup=False)
+
+
+def is_installed(torch_cpp_extension_path: str) -> bool:
+    """Return whether ORTModule's extensions need no build. Always True: there are none, in any folder."""
+    return True
+
+
+class GraphOptimizerRegistry:
+    """Users' graph optimizers, by class of the wrapped module and device."""
+
+    @classmethod
+    def register(cls, target_modules: str, devices: str, priority: int, fn: GraphFunction) -> None:
+        """Register `fn`, as `register_graph_optimizer` does."""
+        register_graph_optimizer(target_modules, devices, priority)(fn)
+
+    @classmethod
+    def optimize_all(cls, module_name: str, device: str, graph: onnx.GraphProto) -> None:
+        """Run the functions for a class and a device on `graph`, those of higher priority first."""
+        for function in functions_for(module_name, device):
+            function(graph)
+
+
+def shard_wrapped_indices_for_worker(
+    dataset_index_list: Sequence[_Index], shard_id: int, num_shards: int
+) -> list[_Index]:
+    """Return every `num_shards`-th index from `shard_id` on. The first indices repeat, to make shards of equal size."""
+    count = len(dataset_index_list)
+    rounds = -(-count // num_shards)
+    return [dataset_index_list[(turn * num_shards + shard_id) % count] for turn in range(rounds)]

@@ -27,12 +27,15 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "onnxtrain.dropin.jit_graph": "_export_jit_graph_to_onnx_model_proto=export_jit_graph_to_onnx_model_proto"
     },
     "experimental.gradient_graph": {"onnxtrain.device.gradient_graph": "export_gradient_graph"},
-    "onnxblock": {"onnxtrain.onnxblock": "*"},
+    "onnxblock": {"onnxtrain.onnxblock": "*", "onnxtrain.dropin.model_accessor": "base empty_base"},
     "onnxblock.blocks": {"onnxtrain.onnxblock.blocks": "*"},
     "onnxblock.checkpoint_utils": {"onnxtrain.onnxblock": "load_checkpoint_to_model save_checkpoint"},
     "onnxblock.loss": {"onnxtrain.onnxblock.loss": "*"},
     "onnxblock.loss.loss": {"onnxtrain.onnxblock.loss": "*"},
-    "onnxblock.model_accessor": {"onnxtrain.onnxblock": "base custom_op_library empty_base"},
+    "onnxblock.model_accessor": {
+        "onnxtrain.onnxblock": "custom_op_library",
+        "onnxtrain.dropin.model_accessor": "ModelAccessor base empty_base",
+    },
     "onnxblock.onnxblock": {"onnxtrain.onnxblock": "ForwardBlock TrainingBlock"},
     "onnxblock.optim": {"onnxtrain.onnxblock.optim": "*"},
     "onnxblock.optim.optim": {"onnxtrain.onnxblock.optim": "*"},
@@ -66,11 +69,15 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "onnxtrain.options": "JSON_PATH_ENVIRONMENT_KEY=JSON_VARIABLE",
     },
     "ortmodule.experimental.pipe": {"onnxtrain.distributed.pipeline": "ORTPipelineModule"},
-    "ortmodule.graph_optimizer_registry": {"onnxtrain.passes.user_graph_optimizers": "register_graph_optimizer"},
+    "ortmodule.graph_optimizer_registry": {
+        "onnxtrain.dropin.legacy": "GraphOptimizerRegistry",
+        "onnxtrain.passes.user_graph_optimizers": "register_graph_optimizer",
+    },
     "ortmodule.graph_optimizers.utils": {
         "onnxtrain.dropin.graph_matcher": "GraphMatcher check_attribute_value make_constant_node update_graph"
     },
     "ortmodule.options": {"onnxtrain": "DebugOptions LogLevel", "onnxtrain.options": "_SkipCheck=SkipCheck"},
+    "ortmodule.torch_cpp_extensions": {"onnxtrain.dropin.legacy": "is_installed"},
     "ortmodule.ortmodule": {"onnxtrain": "ORTModule"},
     "torchdynamo.ort_backend": {"onnxtrain.dropin.dynamo_backend": "OrtBackend"},
     "torchdynamo.register_backend": {
@@ -90,10 +97,11 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "onnxtrain.distributed.load_balancing": "LoadBalancingDistributedBatchSampler LoadBalancingDistributedSampler"
     },
     "utils.data.sampler": {
-        "onnxtrain.distributed.load_balancing": "LoadBalancingDistributedBatchSampler LoadBalancingDistributedSampler"
+        "onnxtrain.dropin.legacy": "shard_wrapped_indices_for_worker",
+        "onnxtrain.distributed.load_balancing": "LoadBalancingDistributedBatchSampler LoadBalancingDistributedSampler",
     },
     "utils.hooks": {"onnxtrain.observe.hooks": "*"},
-    "utils.ptable": {"onnxtrain.dropin.ptable": "PTable"},
+    "utils.ptable": {"onnxtrain.dropin.ptable": "PTable Row"},
     "utils.torch_io_helper": {
         "onnxtrain.dropin.structures": "ORTModelInputOutputSchemaType ORTModelInputOutputType PrimitiveType "
         "extract_data_and_schema unflatten_data_using_schema"

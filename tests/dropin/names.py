@@ -16,6 +16,7 @@ import onnx
 import pytest
 import torch
 
+from onnxtrain.dropin.removed import REMOVED
 from tests.dropin.test_surface import NAMES, TRAINING, found
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "migration.md"
@@ -32,7 +33,9 @@ DIFFERS = {
     "ortmodule.ORTMODULE_TORCH_CPP_DIR": "assigning it raises a warning: there are no extensions to build",
     "ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR": "assigning it raises a warning; see the README for versions",
     "ortmodule.options._SkipCheck": "every call is checked; skipping is logged as having no effect",
-    "ortmodule.torch_cpp_extensions.install": "prints that there is nothing to build",
+    "ortmodule.torch_cpp_extensions.install.build_torch_cpp_extensions": "prints that there is nothing to build",
+    "ortmodule.torch_cpp_extensions.is_installed": "always True: there are no extensions to build",
+    "ortmodule.is_torch_cpp_extensions_installed": "always True: there are no extensions to build",
     "ortmodule.DebugOptions": "`torch_exporter_filter` and `onnxruntime_log_filter` list messages that do not occur",
     "optim.FusedAdam": "also on a CPU, in float64 and bfloat16",
     "utils.hooks.configure_ort_compatible_zero_stage3": "only `debug` has an effect: modules run as graphs under ZeRO "
@@ -76,7 +79,7 @@ def _blocks(make: Callable[..., Any]) -> None:
     onnxblock = found("onnxblock")
     with onnxblock.empty_base() as model:
         make()(*[onnxblock.blocks.Constant(2.0)() for _ in range(2 if make.__name__ in _OF_TWO else 1)])
-        assert model.graph.node or model.graph.initializer
+        assert model.model.graph.node or model.model.graph.initializer
 
 
 def _an_exception(make: Callable[[str], Exception]) -> None:
@@ -191,6 +194,18 @@ TESTS: dict[str, tuple[str, ...]] = {
         "ortmodule._custom_autograd_function.enable_custom_autograd_support",
     ),
     "dropin/test_names.py": ("ort_triton.register_triton_kernel",),
+    "dropin/test_wheel_names.py": (
+        "onnxblock.model_accessor.ModelAccessor",
+        "onnxblock.base",
+        "onnxblock.empty_base",
+        "ortmodule.ONNXRUNTIME_CUDA_VERSION",
+        "ortmodule.ONNXRUNTIME_ROCM_VERSION",
+        "ortmodule.graph_optimizer_registry.GraphOptimizerRegistry",
+        "ortmodule.torch_cpp_extensions.install.build_torch_cpp_extensions",
+        "ortmodule.torch_cpp_extensions.is_installed",
+        "utils.data.sampler.shard_wrapped_indices_for_worker",
+        "utils.ptable.Row",
+    ),
     "dropin/test_helpers_of_scripts.py": (
         "utils.unflatten_data_using_schema",
         "utils.onnx_dtype_to_pytorch_dtype",
@@ -208,8 +223,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "api.checkpoint_state.Properties",
     ),
     "device/test_artifacts_blocks.py": (
-        "onnxblock.base",
-        "onnxblock.empty_base",
         "onnxblock.TrainingBlock",
         "onnxblock.ForwardBlock",
         "onnxblock.save_checkpoint",
@@ -270,7 +283,7 @@ def table() -> str:
         "",
         "| removed name | alternative |",
         "|---|---|",
-        *(f"| `{name}` | {text} |" for name, text in GONE.items()),
+        *(f"| `{name}` | {text} |" for name, text in {**GONE, **REMOVED}.items()),
     ]
     return "\n".join([*rows, ""])
 

@@ -25,16 +25,18 @@ NAMES = {
     "ortmodule": "ORTModule DebugOptions LogLevel register_graph_optimizer ONNX_OPSET_VERSION "
     "MINIMUM_RUNTIME_PYTORCH_VERSION_STR ORTMODULE_FALLBACK_POLICY ORTMODULE_FALLBACK_RETRY "
     "ORTMODULE_IS_DETERMINISTIC ORTMODULE_TORCH_CPP_DIR ORTModuleFallbackException ORTModuleInitException "
-    "is_ortmodule_available set_seed",
+    "is_ortmodule_available is_torch_cpp_extensions_installed ONNXRUNTIME_CUDA_VERSION "
+    "ONNXRUNTIME_ROCM_VERSION set_seed",
     "ortmodule.ortmodule": "ORTModule",
     "ortmodule.options": "DebugOptions LogLevel _SkipCheck",
     "ortmodule._fallback": "_FallbackPolicy ORTModuleFallbackException ORTModuleInitException "
     "ORTModuleDeviceException ORTModuleIOError ORTModuleTorchModelException ORTModuleONNXModelException",
     "ortmodule._fallback_exceptions": "ORTModuleFallbackException ORTModuleONNXModelException",
     "ortmodule._custom_autograd_function": "enable_custom_autograd_support",
-    "ortmodule.graph_optimizer_registry": "register_graph_optimizer",
+    "ortmodule.graph_optimizer_registry": "GraphOptimizerRegistry register_graph_optimizer",
     "ortmodule.graph_optimizers.utils": "GraphMatcher check_attribute_value make_constant_node update_graph",
-    "ortmodule.torch_cpp_extensions.install": "",
+    "ortmodule.torch_cpp_extensions": "is_installed",
+    "ortmodule.torch_cpp_extensions.install": "build_torch_cpp_extensions",
     "ortmodule.experimental.json_config": "load_from_json JSON_PATH_ENVIRONMENT_KEY",
     "ortmodule.experimental.hierarchical_ortmodule": "HierarchicalORTModule",
     "optim": "FusedAdam AdamWMode FP16_Optimizer SGDConfig AdamConfig LambConfig lr_scheduler config "
@@ -50,14 +52,15 @@ NAMES = {
     "unflatten_data_using_schema torch_nvtx_range_push torch_nvtx_range_pop nvtx_function_decorator log_memory_usage "
     "pytorch_type_to_onnx_dtype onnx_dtype_to_pytorch_dtype pytorch_scalar_type_to_pytorch_dtype PTable",
     "utils.torch_io_helper": "extract_data_and_schema unflatten_data_using_schema",
-    "utils.ptable": "PTable",
+    "utils.ptable": "PTable Row",
     "utils.hooks": "SubscriberManager GlobalSubscriberManager SubscriberBase StatisticsSubscriber inspect_activation "
     "ZeROOffloadSubscriber configure_ort_compatible_zero_stage3",
     "utils.hooks.merge_activation_summary": "",
     "utils.torch_type_map": "pytorch_type_to_onnx_dtype onnx_dtype_to_pytorch_dtype "
     "pytorch_scalar_type_to_pytorch_dtype",
     "utils.torch_profile_utils": "torch_nvtx_range_push torch_nvtx_range_pop nvtx_function_decorator log_memory_usage",
-    "utils.data.sampler": "LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler",
+    "utils.data.sampler": "LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler "
+    "shard_wrapped_indices_for_worker",
     "utils.data": "LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler",
     "api": "CheckpointState Module Optimizer LinearLRScheduler",
     "api.checkpoint_state": "CheckpointState Parameter Parameters Properties",
@@ -74,7 +77,7 @@ NAMES = {
     "onnxblock.loss.loss": "MSELoss CrossEntropyLoss BCEWithLogitsLoss L1Loss",
     "onnxblock.optim.optim": "AdamW SGD ClipGradNorm",
     "onnxblock.onnxblock": "ForwardBlock TrainingBlock",
-    "onnxblock.model_accessor": "base empty_base custom_op_library",
+    "onnxblock.model_accessor": "ModelAccessor base empty_base custom_op_library",
     "onnxblock.checkpoint_utils": "save_checkpoint load_checkpoint_to_model",
     "ort_triton": "register_triton_kernel",
     "experimental": "export_gradient_graph",
