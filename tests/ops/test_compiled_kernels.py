@@ -40,6 +40,7 @@ from tests.ops import (
     cases_norm,
 )
 from tests.ops.captures import FunctionModule
+from tests.reference import assert_matches
 
 pytestmark = pytest.mark.compiler
 
@@ -180,8 +181,7 @@ def test_exact_gelu_is_as_accurate_as_erf(
         assert_no_worse_than_eager(label, ours, theirs, right)
     assert torch.equal(activations.exact_gelu_backward_(dy, x), got[1])
     got = activations.exact_gelu(special), activations.exact_gelu_backward(ones, special)
-    for ours, theirs in zip(got, written_out(SPECIAL, ones[:8]), strict=True):
-        torch.testing.assert_close(ours[:8], theirs, equal_nan=True)
+    assert_matches([y[:8] for y in got], written_out, SPECIAL, ones[:8])
     assert counts == ({"exact_gelu_float": 2, "exact_gelu_backward_float": 3} if count > 1000 else {})
 
 
@@ -249,14 +249,9 @@ def test_gated_rows_with_unsupported_strides_run_the_fallback(monkeypatch: pytes
     gate, up, dy = (torch.randn(12, 40, 50) for _ in range(3))
     permuted = (gate.mT.contiguous().mT, gate.transpose(0, 1).contiguous().transpose(0, 1))
     for x in (*permuted, gate[:1].expand(12, 40, 50)):
-        expected = activations.aten_gated(x.contiguous(), up, "silu")
-        torch.testing.assert_close(activations.gated(x, up, "silu"), expected)
-        for ours, theirs in zip(
-            activations.gated_backward(dy, x, up, "silu"),
-            activations.aten_gated_backward(dy, x.contiguous(), up, "silu"),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, theirs)
+        assert_matches(activations.gated(x, up, "silu"), activations.aten_gated, x, up, "silu")
+        found = activations.gated_backward(dy, x, up, "silu")
+        assert_matches(found, activations.aten_gated_backward, dy, x, up, "silu")
     assert not counts
     activations.gated_backward(dy, gate, up, "silu")
     assert counts == {"gated_silu_backward_float": 1}
@@ -339,7 +334,7 @@ def test_rms_norm_of_infinity_and_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(64, 257)
     x[1, 3], x[2, 256], x[5, 0] = torch.inf, torch.nan, -torch.inf
     y, _ = rms_norm_kernels.rms_norm(x, 1, None, 1e-5)
-    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (257,), eps=1e-5), equal_nan=True)
+    assert_matches(y, lambda x: torch.nn.functional.rms_norm(x, (257,), eps=1e-5), x)
 
 
 @pytest.mark.parametrize("label", [7, -1])
@@ -529,8 +524,7 @@ def test_fully_masked_row_in_a_block_with_skipped_columns(fill: float | None) ->
     visible[..., 16:] = False
     visible[..., 5, :] = False
     y, _ = compiled_kernels.forward(q, k, v, ScoreOptions(None, None, visible, fill)) or pytest.fail("not compiled")
-    expected = torch.zeros(1, 2, 16) if fill is None else v.mean(2)
-    torch.testing.assert_close(y[:, :, 5], expected)
+    assert_matches(y[:, :, 5], lambda v: v.mean(2) if fill else torch.zeros_like(v[:, :, 0]), v)
 
 
 def test_causally_masked_scores_have_no_gradient() -> None:
@@ -568,8 +562,7 @@ def test_nan_and_infinity_propagate() -> None:
     q[0, 0, 1, 2] = math.nan
     v[0, 0, 3, 5] = math.inf
     y, _ = compiled_kernels.forward(q, k, v, ScoreOptions()) or pytest.fail("not compiled")
-    expected = torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v
-    torch.testing.assert_close(y, expected, equal_nan=True)
+    assert_matches(y, lambda q, k, v: torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v, q, k, v)
 
 
 def test_only_the_library_of_the_graphs_type_is_requested(

@@ -10,6 +10,7 @@ from torch import nn
 from onnxtrain import FallbackPolicy, ORTModule
 from onnxtrain.capture import capture
 from onnxtrain.errors import ORTModuleFallbackException
+from tests.reference import assert_each_no_worse, assert_matches
 
 
 def shifted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -124,12 +125,12 @@ def test_results_match_eager_and_simple_writes_are_not_traced_again(
         x = torch.randn(rows, 5, dtype=torch.float64)
         xs = [x.clone().requires_grad_() for _ in range(2)]
         results = [model(x) for model, x in zip((eager, ours), xs, strict=True)]
-        torch.testing.assert_close(results[1], results[0], rtol=1e-14, atol=1e-14)
+        assert_each_no_worse("result", results[1], results[0], results[0])
         cotangent = torch.randn_like(results[0])
         for result in results:
             result.backward(cotangent)
-        torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(ours.get_parameter("w").grad, eager.w.grad, rtol=1e-13, atol=1e-13)
+        assert_each_no_worse("gradient of x", xs[1].grad, xs[0].grad, xs[0].grad)
+    assert_each_no_worse("gradient of w", ours.get_parameter("w").grad, eager.w.grad, eager.w.grad)
     assert bool(retraced) == (call in RETRACED)
 
 
@@ -239,14 +240,14 @@ def test_buffers_are_written_as_in_eager(call: Callable[..., torch.Tensor], monk
         x = torch.randn(rows, 5, dtype=torch.float64)
         xs = [x.clone().requires_grad_() for _ in range(2)]
         results = [model(x) for model, x in zip((eager, ours), xs, strict=True)]
-        torch.testing.assert_close(results[1], results[0], rtol=1e-14, atol=1e-14)
+        assert_each_no_worse("result", results[1], results[0], results[0])
         cotangent = torch.randn(rows, 5, dtype=torch.float64)
         for result in results:
             (result[0] if isinstance(result, tuple) else result).backward(cotangent)
-        torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=1e-13, atol=1e-13)
+        assert_each_no_worse("gradient of x", xs[1].grad, xs[0].grad, xs[0].grad)
         for name, buffer in eager.named_buffers():
-            torch.testing.assert_close(wrapped.get_buffer(name), buffer, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(wrapped.w.grad, eager.w.grad, rtol=1e-13, atol=1e-13)
+            assert_each_no_worse(name, wrapped.get_buffer(name), buffer, buffer)
+    assert_each_no_worse("gradient of w", wrapped.w.grad, eager.w.grad, eager.w.grad)
     assert bool(retraced) == (call in RETRACED_BUFFERS)
 
 
@@ -271,12 +272,13 @@ def test_a_written_buffer_next_to_a_batch_norm() -> None:
             return self.norm(x) * self.seen
 
     torch.manual_seed(0)
-    eager, x = Counts(), torch.randn(6, 5)
     ours = ORTModule(Counts(), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
-    for _ in range(2):
-        torch.testing.assert_close(ours(x), eager(x))
-    for name, buffer in eager.named_buffers():
-        torch.testing.assert_close(ours.get_buffer(name), buffer)
+
+    def twice(module: nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        return [module(x), module(x)], dict(module.named_buffers())
+
+    x = torch.randn(6, 5)
+    assert_matches(twice(ours, x), twice, Counts(), x)
 
 
 def test_a_functional_operator_without_symbolic_sizes_is_left_to_pytorch() -> None:
@@ -290,4 +292,4 @@ def test_a_functional_operator_without_symbolic_sizes_is_left_to_pytorch() -> No
     ours = ORTModule(Adds(), fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
     for rows in (3, 5):
         x, w = torch.randn(rows), torch.randn(())
-        torch.testing.assert_close(ours(x, w), Adds()(x, w))
+        assert_matches(ours(x, w), Adds(), x, w)

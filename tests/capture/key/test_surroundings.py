@@ -22,6 +22,7 @@ from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from tests.capture.key import surroundings_model as outside
 from tests.capture.key import surroundings_other as other
+from tests.reference import assert_each_no_worse, assert_matches
 
 # Makes a change, and registers how to revert it.
 Change: TypeAlias = Callable[[ExitStack], Any]
@@ -157,7 +158,7 @@ def check(model: torch.nn.Module, ours: Any) -> None:
         output = run(X)
         output.square().sum().backward()
         results.append((output.detach(), {name: p.grad for name, p in model.named_parameters()}))
-    torch.testing.assert_close(results[1], results[0])
+    assert_each_no_worse("result", results[1], results[0], results[0])
 
 
 @pytest.mark.parametrize(("calls", "training"), [(2, False), (300, True)], ids=["2, eval", "300, train"])
@@ -298,7 +299,7 @@ def test_forward_assigns_to_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
         first = ours(X)
     second = ours(X)
     assert COUNT == 2
-    torch.testing.assert_close(second, 2 * first)
+    assert_each_no_worse("second", second, 2 * first, 2 * first)
 
 
 # Other entry points, and packages
@@ -312,9 +313,9 @@ def test_other_entry_points(wrap: Callable[[torch.nn.Module], Any], monkeypatch:
     ours = wrap(model)
     for _ in range(3):
         check(eager, eager)
-        torch.testing.assert_close(ours(X), eager(X))
+        assert_matches(ours(X), eager, X)
     monkeypatch.setattr(outside, "SCALE", 4.0)
-    torch.testing.assert_close(ours(X), eager(X))
+    assert_matches(ours(X), eager, X)
 
 
 def test_a_forward_that_is_set_on_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +326,7 @@ def test_a_forward_that_is_set_on_the_instance(monkeypatch: pytest.MonkeyPatch) 
     ours = onnxtrain.prepare(model)
     for scale in (1.5, 4.0):
         monkeypatch.setattr(outside, "SCALE", scale)
-        torch.testing.assert_close(ours(X), eager(X))
+        assert_matches(ours(X), eager, X)
 
 
 def test_a_function_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,4 +345,4 @@ def test_a_function_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(outside, "SCALE", scale)
         output = ours(ids).last_hidden_state
         assert not torch.equal(output, before)
-        torch.testing.assert_close(output, model(ids).last_hidden_state)
+        assert_matches(output, lambda model, ids: model(ids).last_hidden_state, model, ids)
