@@ -58,7 +58,7 @@ from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, exam
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.key import attribute_reads
 from onnxtrain.capture.key.surroundings import Surroundings
-from onnxtrain.capture.refusals import refuse_outside_tensor
+from onnxtrain.capture.refusals import refuse_moved_results, refuse_outside_tensor
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
 from onnxtrain.errors import (
     CaptureError,
@@ -206,6 +206,7 @@ class _Wrapper(torch.nn.Module):
                 todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",
             )
         side_effects.check()
+        refuse_moved_results(leaves, [*tensors, *self.module.parameters(), *self.module.buffers()])
         layouts.check()
         buffers.write(leaves)
         changed = self.structure.changed(args, kwargs, tensors)

@@ -233,7 +233,7 @@ def common_device(tensors: Sequence[torch.Tensor]) -> torch.device:
     Raises:
         CaptureError: the tensors are on several devices.
     """
-    devices = {t.device for t in tensors if t.dim() > 0 or t.device.type != "cpu"}
+    devices = {t.device for t in tensors if not _is_host_scalar(t)}
     if len(devices) > 1:
         raise CaptureError(
             "the module's parameters and inputs are on several devices",
@@ -242,3 +242,28 @@ def common_device(tensors: Sequence[torch.Tensor]) -> torch.device:
             todo="move the module and its inputs to one device",
         )
     return next(iter(devices)) if devices else torch.device("cpu")
+
+
+def refuse_moved_results(results: Sequence[object], inputs: Sequence[torch.Tensor]) -> None:
+    """Refuse a forward that returns a tensor on another device than that of the graph, whose results have one device.
+
+    Args:
+        results: what forward returned.
+        inputs: the tensors of the call, the parameters and buffers.
+
+    Raises:
+        CaptureError: a result is on another device.
+    """
+    device = common_device(inputs)
+    for result in results:
+        if isinstance(result, torch.Tensor) and result.device != device and not _is_host_scalar(result):
+            raise CaptureError(
+                "forward returns a tensor on another device than its inputs",
+                expected=str(device),
+                got=str(result.device),
+                todo="the module runs in PyTorch; move the result to that device outside of the module",
+            )
+
+
+def _is_host_scalar(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.device.type == "cpu"

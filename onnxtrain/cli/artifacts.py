@@ -76,6 +76,12 @@ def run(options: argparse.Namespace) -> int:
     model, floating = _model(options)
     frozen = _matching(floating, options.freeze or (), options.model)
     trained = [name for name in _matching(floating, options.train or ("*",), options.model) if name not in frozen]
+    if floating and not trained:
+        raise ArtifactError(
+            "No parameter is chosen for training.",
+            expected="--freeze that leaves some of --train",
+            got="; ".join(options.freeze),
+        )
     generate_artifacts(
         model,
         requires_grad=trained,

@@ -302,6 +302,25 @@ def test_an_argument_of_an_unknown_class() -> None:
     assert torch.equal(ours(x), module(x))
 
 
+class _Moves(nn.Module):
+    """Returns a result on another device, as `logits.cpu()` on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.fc(x)
+        return y, y.to("meta")
+
+
+def test_a_result_on_another_device() -> None:
+    ours = ORTModule(_Moves())
+    with pytest.warns(UserWarning, match="forward returns a tensor on another device than its inputs"):
+        y, moved = ours(torch.ones(3, WIDTH))
+    assert (y.device.type, moved.device.type) == ("cpu", "meta")
+
+
 def test_an_output_of_an_unknown_class() -> None:
     ours = ORTModule(ReturnsAnything())
     with pytest.warns(UserWarning, match="ReturnsAnything runs in PyTorch"):
