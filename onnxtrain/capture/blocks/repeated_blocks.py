@@ -189,7 +189,7 @@ class RepeatedBlocks:
         with function_modes_disabled():
             before = block.all_attributes(), self._values_outside(block)
         created, region = self._outside.count_tensors(), current_region()
-        last = next(reversed(tracer.graph.nodes), None)
+        last = next(iter(reversed(tracer.graph.nodes)), None)  # not an iterator before PyTorch 2.13
         earlier_reads = self._reads.copy()
         self._reads.clear()
         try:
