@@ -15,6 +15,7 @@ import torch
 
 from onnxtrain.native import library
 from onnxtrain.system.machine import Machine, current_machine
+from tests.device_under_test import set_device
 from tests.machines import MACHINES, Describe, limited, replace_current
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -26,11 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--machine", choices=MACHINES, help="choose kernels as on a machine that tests/machines.py describes"
     )
+    parser.addoption("--device", default="cpu", help="compare ops and the models of the zoo on a device, such as cuda")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if sys.version_info[:3] == (3, 13, 0):
         drop_warnings_of_slow_guards()
+    set_device(config.getoption("--device"))
     library._DELAY_S = 0.0  # build the native library at once instead of after the first step
     if WORKERS > 1:
         # One thread per worker: several thread pools on the same cores slow each other down.

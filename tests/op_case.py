@@ -27,8 +27,7 @@ from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS
 from onnxtrain.plan.cut import cut, single_part
 from onnxtrain.testing import assert_no_worse_than_eager
 from onnxtrain.torch_compat.tensors import storage_id
-
-CPU = torch.device("cpu")
+from tests.device_under_test import device
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,10 @@ class Spec:
         return {"float": dtype, "int64": torch.int64, "bool": torch.bool}[self.dtype]
 
     def tensor(self, symbols: Mapping[str, int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-        """A random tensor for the input, at these sizes and in the dtype under test."""
+        """A random tensor for the input, at these sizes and in the dtype under test, on the device under test."""
+        return self._sampled(symbols, dtype, generator).to(device())
+
+    def _sampled(self, symbols: Mapping[str, int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
         shape = tuple(sizes.evaluate(_size(word), symbols) for word in self.dims.split())
         own_dtype = self.torch_dtype(dtype)
         if self.make is not None:
@@ -199,7 +201,7 @@ class CaseCheck:
         self.definition: OpDef = lookup(case.domain, case.name)
         self.model = case_graph(case, dtype)
         self.count = len(self.model.graph.outputs)
-        self.forward = Program(single_part(self.model), f"{case}", CPU, kernels)
+        self.forward = Program(single_part(self.model), f"{case}", device(), kernels)
         self._references: dict[tuple[Any, ...], tuple[_Reference, _Reference] | None] = {}
         self._joints: dict[tuple[bool, ...], Any] = {}  # by which outputs have a cotangent, as the next two
         self._programs: dict[tuple[bool, ...], tuple[Any, Program, Any]] = {}
@@ -241,7 +243,7 @@ class CaseCheck:
         outputs = _outputs(self.case.reference(*self._arguments(leaves, symbols, dtype)), self.count)
         generator = torch.Generator().manual_seed(23)
         cotangents = [
-            torch.randn(o.shape, generator=generator).to(self.dtype).to(o.dtype)
+            torch.randn(o.shape, generator=generator).to(self.dtype).to(o)
             if o is not None and o.requires_grad
             else None
             for o in outputs
@@ -265,7 +267,7 @@ class CaseCheck:
             elif isinstance(spec, SizesOf):
                 arguments.append(tuple(sizes.evaluate(_size(word), symbols) for word in spec.dims.split()))
             elif spec.value is not None:
-                arguments.append(torch.tensor(np.asarray(spec.value)).to(spec.torch_dtype(dtype)))
+                arguments.append(torch.tensor(np.asarray(spec.value)).to(device(), spec.torch_dtype(dtype)))
             else:
                 arguments.append(next(remaining))
         return arguments
@@ -310,8 +312,8 @@ class CaseCheck:
             parts = cut(joint)
             self._programs[with_cotangent] = (
                 joint,
-                Program(parts.forward, f"{self.case} forward", CPU, self.kernels),
-                Program(parts.backward, f"{self.case} backward", CPU, self.kernels),
+                Program(parts.forward, f"{self.case} forward", device(), self.kernels),
+                Program(parts.backward, f"{self.case} backward", device(), self.kernels),
             )
         joint, forward, backward = self._programs[with_cotangent]
         torch.manual_seed(3)
@@ -381,7 +383,7 @@ class CaseCheck:
         self, node: ir.Node, arrays: list[Any], full: Any, output: int, axis: int, sources: list[Any]
     ) -> None:
         extent = full.shape[axis]
-        rows = torch.tensor([extent - 1, 0] if extent else [])
+        rows = torch.tensor([extent - 1, 0] if extent else [], device=device())
         picked = [
             a if s is None or not isinstance(a, torch.Tensor) or a.shape[s] == 1 != extent else a.index_select(s, rows)
             for a, s in zip(arrays, sources, strict=True)
@@ -406,7 +408,7 @@ class CaseCheck:
             return
         arrays = self._first_arguments()
         total = sum(arrays[i].numel() for i in moved)
-        values = iter(torch.arange(total, dtype=self.dtype).split([arrays[i].numel() for i in moved]))
+        values = iter(torch.arange(total, dtype=self.dtype, device=device()).split([arrays[i].numel() for i in moved]))
         for i in moved:
             arrays[i] = next(values).view_as(arrays[i])
         outputs = torch.cat([y.flatten() for y in self._call(self._node(), arrays)])
@@ -445,7 +447,7 @@ class CaseCheck:
 
     def _call(self, node: ir.Node, arrays: list[Any]) -> list[Any]:
         definition = definition_of(node)
-        kernel = definition.kernel(node, "cpu")
+        kernel = definition.kernel(node, device().type)
         names = definition.inputs
         arguments = [
             tuple(a.tolist()) if i in kernel.host_inputs and isinstance(a, torch.Tensor) and a.ndim else
@@ -509,7 +511,8 @@ class Oracle:
             torch.from_numpy(
                 np.asarray(r).astype(np.float32 if v.dtype == ir.DataType.BFLOAT16 else np.asarray(r).dtype)
             ).to(
-                TORCH_DTYPES[v.dtype]  # type: ignore[index]  # outputs are typed
+                device(),
+                TORCH_DTYPES[v.dtype],  # type: ignore[index]  # outputs are typed
             )
             for r, v in zip(self.session.run(None, feeds), self.model.graph.outputs, strict=True)
         ]
@@ -554,5 +557,5 @@ def _by_reference(proto: Any) -> Any:
 def _array(tensor: torch.Tensor, value: ir.Value) -> Any:
     if tensor.dtype == torch.bfloat16:
         assert value.dtype is not None
-        return tensor.float().numpy().astype(value.dtype.numpy())
-    return tensor.detach().numpy()
+        return tensor.float().numpy(force=True).astype(value.dtype.numpy())
+    return tensor.numpy(force=True)

@@ -22,6 +22,7 @@ from onnxtrain import ORTModule
 from onnxtrain.execute import tolerance
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.device_under_test import device, random_state
 from tests.torch_version import most_captures
 from tests.zoo.entry import Call, ZooModel
 
@@ -65,24 +66,24 @@ class Side:
         """Run forward in the grad mode of the test."""
         call = self.entry.arguments(batch, length).to(self.dtype)
         torch.manual_seed(SEED + batch)
-        with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+        with torch.autocast(device().type, torch.bfloat16) if self.autocast else nullcontext():
             return call, self.run(*call.args, **call.kwargs)
 
     def forward(self, batch: int, length: int) -> Result:
         """Run a call without backward."""
         _, output = self.call(batch, length)
-        return Result(output, None, {}, self._buffers(), [torch.get_rng_state()])
+        return Result(output, None, {}, self._buffers(), [random_state()])
 
     def train(self, batch: int, length: int) -> Result:
         """Run a call and its backward."""
         self.module.zero_grad(set_to_none=True)
         call, output = self.call(batch, length)
-        states = [torch.get_rng_state()]
+        states = [random_state()]
         loss = self.entry.loss(output)
         loss.backward()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
         gradients = {name: p.grad for name, p in self.module.named_parameters()}
         gradients |= {name: t.grad for name, t in call.tensors() if t.requires_grad}
-        return Result(output, loss.detach(), gradients, self._buffers(), [*states, torch.get_rng_state()])
+        return Result(output, loss.detach(), gradients, self._buffers(), [*states, random_state()])
 
     def perturbed(self, batch: int, length: int) -> Iterator[Named]:
         """The gradients of `train` with parameters that are perturbed by one rounding."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.device_under_test import device
+
 SEQUENCES = ((3, 9), (1, 6), (2, 1))
 BATCHES = ((3, 0), (1, 0), (7, 0))
 
@@ -25,12 +27,12 @@ class Call:
         return ((name, value) for name, value in named if isinstance(value, torch.Tensor))
 
     def to(self, dtype: torch.dtype) -> Call:
-        """The same call on fresh tensors, the floating ones of this dtype."""
+        """The same call on fresh tensors of the device under test, the floating ones of this dtype."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            own = value.detach().clone()
+            own = value.detach().clone().to(device())
             return own.to(dtype).requires_grad_(value.requires_grad) if own.is_floating_point() else own
 
         return Call(tuple(map(moved, self.args)), {k: moved(v) for k, v in self.kwargs.items()})
@@ -96,10 +98,10 @@ class ZooModel:
         return self.name
 
     def build(self, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-        """The model in train mode, with the same initial values at every call and in every dtype."""
+        """The model in train mode on the device under test, with the same initial values in every call and dtype."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1234)
-            return self.make().to(dtype).train()
+            return self.make().to(device(), dtype).train()
 
     def arguments(self, batch: int, length: int) -> Call:
         """The arguments of a call, the same ones every time."""
