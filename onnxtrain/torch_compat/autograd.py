@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.utils import checkpoint
 
-from onnxtrain.torch_compat.internal import Internal, missing, required
+from onnxtrain.torch_compat.internal import Absent, Internal, missing, required
 
 _current_backward = Internal[Callable[[], int]](
     "current_backward",
@@ -115,6 +116,26 @@ set_materialize_grads = Internal[Callable[[Any, bool], None]](
     cost="modules with custom autograd functions that set it run in PyTorch",
     check=callable,
 ).get()
+
+_CheckpointInputsNode = (
+    Internal[type](
+        "checkpoint_inputs_node",
+        lambda: backward_class(checkpoint._NoopSaveInputs),  # type: ignore[attr-defined]  # 2.11 has it
+        why="the grad_fn of an empty tensor that a checkpoint keeps, because this grad_fn keeps the inputs",
+        fallback=Absent,
+        cost="blocks with a checkpoint are traced one by one: a capture takes as long as the model has layers",
+        versions="2.11",
+        check=lambda part: isinstance(part, type),
+    ).get()
+    if hasattr(checkpoint, "_NoopSaveInputs")
+    else Absent
+)
+
+
+def keeps_checkpoint_inputs(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor only keeps the inputs of a checkpoint: the user's code has no reference to it."""
+    return isinstance(tensor.grad_fn, _CheckpointInputsNode)
+
 
 SingleLevelFunction: Any = required(
     "single_level_function",

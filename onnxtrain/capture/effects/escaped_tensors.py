@@ -25,6 +25,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from onnxtrain.capture import source_location
 from onnxtrain.capture.python_functions.calls import FunctionCalls
 from onnxtrain.errors import CaptureError
+from onnxtrain.torch_compat.autograd import keeps_checkpoint_inputs
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.patch_points import NEW_FAKE_TENSOR
 from onnxtrain.torch_compat.pytree import tree_leaves
@@ -116,7 +117,8 @@ def _held(
     alive = [tensor for ref in created if (tensor := ref()) is not None and id(tensor) not in expected]
     tensor = None  # this name would hold the last one
     own_references = next(_references(value) for value in [object()])
-    return [tensor for tensor in alive if _references(tensor) - _is_in_autograd(tensor) > own_references]
+    held = [tensor for tensor in alive if _references(tensor) - _is_in_autograd(tensor) > own_references]
+    return [tensor for tensor in held if not keeps_checkpoint_inputs(tensor)]
 
 
 @contextmanager
