@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from onnxtrain.optim import gradients
 from onnxtrain.torch_compat.dynamo import untraced
-from onnxtrain.torch_compat.optimizer_kernels import foreach_zero, fused_adam, fused_adamw
+from onnxtrain.torch_compat.optimizer_kernels import foreach_multiply, foreach_zero, fused_adam, fused_adamw
 
 _STEP = "step"
 
@@ -52,7 +52,9 @@ class FusedAdam(Optimizer):
             clipping.
 
     The state of a parameter is `exp_avg` and `exp_avg_sq`, that of a group `step`. State dicts of torch.optim's Adam
-    and AdamW can be loaded. With `torch.amp.GradScaler`, gradients are unscaled inside the kernel.
+    and AdamW can be loaded. With `torch.amp.GradScaler`, gradients are unscaled inside the kernel, which also skips the
+    update after an overflow: the host does not wait for the device, and `step` is then a tensor on the device. The
+    exception is `ADAMW_TRANSFORMERS` with parameters that are not float32: the host reads whether to skip.
 
     Raises:
         ValueError: an argument is out of range.
@@ -111,12 +113,12 @@ class FusedAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.item():
-            return loss
+        skip: torch.Tensor | None = getattr(self, "found_inf", None)
+        if skip is not None:
+            skip = skip.reshape(()).clamp(max=1.0)  # GradScaler sums it over devices; the kernel compares it with 1
         divisor = self._divisor()
         for group in self.param_groups:
-            self._step_group(group, divisor)
+            self._step_group(group, divisor, skip)
         return loss
 
     def _divisor(self) -> torch.Tensor | None:
@@ -130,10 +132,15 @@ class FusedAdam(Optimizer):
         norm = gradients.norm(all_gradients)
         self.grad_norm = norm if scale is None else norm / scale.to(norm.device)
         excess = (self.grad_norm / self.max_grad_norm).clamp(min=1.0)
-        return (excess if scale is None else excess * scale.to(norm.device)).float()
+        return excess if scale is None else excess * scale.to(norm.device)
 
-    def _step_group(self, group: dict[str, Any], divisor: torch.Tensor | None) -> None:
-        group[_STEP] = group.get(_STEP, 0) + 1
+    def _step_group(self, group: dict[str, Any], divisor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
+        before = group.get(_STEP, 0)
+        if skip is None:
+            count = group[_STEP] = int(before) + 1
+        else:
+            count = before + torch.ones_like(skip)
+            group[_STEP] = count - skip
         lists: list[list[torch.Tensor]] = [[], [], [], []]
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -143,7 +150,10 @@ class FusedAdam(Optimizer):
                 ):
                     values.append(value)
         for tensors in gradients.group_lists(lists):
-            self._run(group, tensors, None if divisor is None else divisor.to(tensors[0][0].device))
+            device = tensors[0][0].device
+            shared: list[Any] = [count, divisor, skip]
+            shared = [s.to(device, non_blocking=True) if isinstance(s, torch.Tensor) else s for s in shared]
+            self._run(group, tensors, *shared)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         assert parameter.grad is not None
@@ -156,40 +166,91 @@ class FusedAdam(Optimizer):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def _run(self, group: dict[str, Any], tensors: Sequence[list[torch.Tensor]], divisor: torch.Tensor | None) -> None:
-        parameters, grads, averages, squares = tensors
-        lr, decay, eps, count = float(group["lr"]), float(group["weight_decay"]), group["eps"], group[_STEP]
-        beta1, beta2 = group["betas"]
+    def _run(
+        self,
+        group: dict[str, Any],
+        tensors: Sequence[list[torch.Tensor]],
+        count: int | torch.Tensor,
+        divisor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
+        parameters, grads, *_ = tensors
+        if divisor is not None and divisor.dtype is torch.float64:
+            if parameters[0].dtype is torch.float64:  # the kernel's divisor is float32
+                foreach_multiply(grads, divisor.reciprocal())
+                divisor = None
+            else:
+                divisor = divisor.float()
         if self._adam_w_mode is AdamWMode.ADAMW_TRANSFORMERS:
-            if group["bias_correction"]:
-                eps /= math.sqrt(1 - beta2**count)  # the kernel adds it after bias correction
-            # The kernel decays before the update: (weight - update) * factor is weight * factor - update * factor.
-            factor = 1 - lr * decay
-            if factor != 0:
-                lr, decay = lr * factor, decay / factor
-            else:  # weight and update decay to zero
-                foreach_zero(parameters)
-                lr, decay = 0.0, 0.0
+            if skip is not None and parameters[0].dtype is torch.float32:
+                self._run_transformers_on_device(group, tensors, count, divisor, skip)
+            elif skip is None or not skip.item():
+                self._run_transformers(group, tensors, float(count), divisor)
+            return
         # An infinite step count makes both bias corrections 1.
-        steps = torch.full((), count if group["bias_correction"] else math.inf, device=parameters[0].device)
-        kernel = fused_adam if self._adam_w_mode is AdamWMode.ADAM_L2_REGULARIZATION else fused_adamw
-        kernel(
-            parameters,
-            grads,
-            averages,
-            squares,
-            [],
-            [steps] * len(parameters),
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-            found_inf=None,
+        _call_kernel(
+            fused_adam if self._adam_w_mode is AdamWMode.ADAM_L2_REGULARIZATION else fused_adamw,
+            group,
+            tensors,
+            count if group["bias_correction"] else math.inf,
+            divisor,
+            skip,
+            {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "eps": group["eps"]},
         )
+
+    def _run_transformers(
+        self,
+        group: dict[str, Any],
+        tensors: Sequence[list[torch.Tensor]],
+        count: float,
+        divisor: torch.Tensor | None,
+    ) -> None:
+        lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), group["eps"]
+        if group["bias_correction"]:
+            eps /= math.sqrt(1 - group["betas"][1] ** count)  # the kernel adds it after bias correction
+        else:
+            count = math.inf
+        # The kernel decays before the update: (weight - update) * factor is weight * factor - update * factor.
+        factor = 1 - lr * decay
+        if factor != 0:
+            lr, decay = lr * factor, decay / factor
+        else:  # weight and update decay to zero
+            foreach_zero(tensors[0])
+            lr, decay = 0.0, 0.0
+        settings = {"lr": lr, "weight_decay": decay, "eps": eps}
+        _call_kernel(fused_adamw, group, tensors, count, divisor, None, settings)
+
+    def _run_transformers_on_device(
+        self,
+        group: dict[str, Any],
+        tensors: Sequence[list[torch.Tensor]],
+        count: int | torch.Tensor,
+        divisor: torch.Tensor | None,
+        skip: torch.Tensor,
+    ) -> None:
+        """Update parameters, of which only the device knows the number of steps.
+
+        The kernel takes epsilon from the host, so its bias corrections are part of the learning rate. It multiplies the
+        decay by the learning rate, so the weights decay afterwards.
+        """
+        lr, decay = torch.full_like(skip, float(group["lr"]), dtype=torch.float64), float(group["weight_decay"])
+        factor = 1 - lr * decay
+        if group["bias_correction"]:
+            counts = torch.zeros_like(lr) + count
+            first, second = (1 - beta**counts for beta in group["betas"])
+            lr = lr * second.sqrt() / first
+        settings = {"lr": lr.float(), "weight_decay": 0.0, "eps": group["eps"]}
+        _call_kernel(fused_adamw, group, tensors, math.inf, divisor, skip, settings)
+        if decay != 0:
+            foreach_multiply(tensors[0], factor.masked_fill(skip > 0, 1.0).float())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict. The numbers of steps are integers, as without a gradient scaler."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            if _STEP in group:
+                group[_STEP] = int(group[_STEP])
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of FusedAdam, `torch.optim.Adam` or `torch.optim.AdamW`.
@@ -210,6 +271,36 @@ class FusedAdam(Optimizer):
                 group[_STEP] = int(counts.pop())
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+
+
+def _call_kernel(
+    kernel: Callable[..., None],
+    group: dict[str, Any],
+    tensors: Sequence[list[torch.Tensor]],
+    count: float | torch.Tensor,
+    divisor: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    settings: dict[str, Any],
+) -> None:
+    parameters, grads, averages, squares = tensors
+    device = parameters[0].device
+    steps = count if isinstance(count, torch.Tensor) else torch.full((), count, dtype=torch.float32, device=device)
+    beta1, beta2 = group["betas"]
+    kernel(
+        parameters,
+        grads,
+        averages,
+        squares,
+        [],
+        [steps] * len(parameters),
+        beta1=beta1,
+        beta2=beta2,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=skip,
+        **settings,
+    )
 
 
 def _check(name: str, value: object, expected: str, is_valid: bool) -> None:

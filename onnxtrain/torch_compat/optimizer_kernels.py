@@ -31,7 +31,7 @@ def _adam_formula(is_decoupled: bool) -> Callable[..., None]:
         max_exp_avg_sqs: Tensors,
         state_steps: Tensors,
         *,
-        lr: float,
+        lr: float | torch.Tensor,
         beta1: float,
         beta2: float,
         weight_decay: float,
@@ -41,6 +41,8 @@ def _adam_formula(is_decoupled: bool) -> Callable[..., None]:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
+        if found_inf is not None and found_inf.item():
+            return
         for parameter, grad, mean, square, count in zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True):
             if grad_scale is not None:
                 grad.div_(grad_scale)
@@ -67,12 +69,20 @@ def _adam_agrees(formula: Callable[..., None]) -> Callable[[Callable[..., None]]
     def agrees(kernel: Callable[..., None]) -> bool:
         results = []
         for step in (kernel, formula):
-            lists = [_tensors(0.5, 1.0), _tensors(0.1, -0.3), _tensors(0.2, 0.1), [t.abs() for t in _tensors(0.3, 0.2)]]
-            options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6}
-            rest = {"amsgrad": False, "maximize": False, "grad_scale": torch.tensor(2.0), "found_inf": None}
-            step(*lists, [], [torch.tensor(3.0)] * 2, **options, **rest)
-            results.append([lists[0], lists[2], lists[3]])
-        pairs = zip(*([t for tensors in lists for t in tensors] for lists in results), strict=True)
+            after = []
+            for lr, skip in ((0.1, None), (torch.tensor(0.1), torch.zeros(())), (0.1, torch.ones(()))):
+                lists = [
+                    _tensors(0.5, 1.0),
+                    _tensors(0.1, -0.3),
+                    _tensors(0.2, 0.1),
+                    [t.abs() for t in _tensors(0.3, 2.0)],
+                ]
+                options = {"lr": lr, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6}
+                rest = {"amsgrad": False, "maximize": False, "grad_scale": torch.tensor(2.0), "found_inf": skip}
+                step(*lists, [], [torch.tensor(3.0)] * 2, **options, **rest)
+                after += [*lists[0], *lists[2], *lists[3]]
+            results.append(after)
+        pairs = zip(*results, strict=True)
         return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
 
     return agrees
@@ -142,23 +152,28 @@ foreach_copy = Internal[Callable[[Tensors, Tensors], None]](
 ).get()
 
 
-def _multiply(tensors: Tensors, factor: float) -> None:
+def _multiply(tensors: Tensors, factor: float | torch.Tensor) -> None:
     for tensor in tensors:
         tensor.mul_(factor)
 
 
-def _foreach_multiply(tensors: Tensors, factor: float) -> None:
+def _foreach_multiply(tensors: Tensors, factor: float | torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-foreach_multiply = Internal[Callable[[Tensors, float], None]](
+def _multiplies(kernel: Callable[[Tensors, float | torch.Tensor], None], factor: float | torch.Tensor) -> bool:
+    return _elements_after(lambda tensors: kernel(tensors, factor), 1.0) == [[3.0, -6.0]]
+
+
+# A factor that is a tensor is on the tensors' device, and has their dtype: the product would round it to that.
+foreach_multiply = Internal[Callable[[Tensors, float | torch.Tensor], None]](
     "foreach_multiply",
     lambda: _foreach_multiply,
     why="one kernel for all tensors",
     fallback=_multiply,
     cost="one kernel per tensor",
     check=has_schema("_foreach_mul_.Scalar", "self scalar", results=0),
-    agrees=lambda kernel: _elements_after(lambda tensors: kernel(tensors, 3.0), 1.0) == [[3.0, -6.0]],
+    agrees=lambda kernel: _multiplies(kernel, 3.0) and _multiplies(kernel, torch.tensor(3.0)),
 ).get()
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnxtrain.optim import AdamWMode, FusedAdam
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -191,7 +194,7 @@ def test_clips_to_the_global_norm_inside_the_kernel(limit: float, device: str) -
             b.grad = a.grad.clone()
         norm = torch.nn.utils.get_total_norm([b.grad for b in expected])
         for b in expected:
-            b.grad /= (norm / limit).clamp(min=1.0).float()  # as PyTorch's kernel takes it; clip_grad_norm_ adds 1e-6
+            b.grad /= (norm / limit).clamp(min=1.0)  # clip_grad_norm_ adds 1e-6
         optimizer.step()
         theirs.step()
         assert optimizer.grad_norm is not None
@@ -213,26 +216,151 @@ def test_the_norm_of_half_gradients_does_not_overflow(size: float) -> None:
 # Under a GradScaler
 
 
-@pytest.mark.parametrize("limit", [None, 0.5])
-def test_grad_scaler_unscales_inside_the_kernel_and_skips_overflows(limit: float | None) -> None:
-    ours, expected = pair(torch.float32, "cpu")
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    optimizer = FusedAdam(ours, adam_w_mode=TORCH, max_grad_norm=limit, **SETTINGS)
-    plain = FusedAdam(expected, adam_w_mode=TORCH, max_grad_norm=limit, **SETTINGS)
-    scaler.scale(torch.zeros(()))
-    for bad in (False, True, False):
-        for a, b in zip(ours, expected, strict=True):
-            b.grad = torch.randn_like(b)
-            a.grad = b.grad * scaler.get_scale()
-        if bad:
+def scaled_steps(
+    optimizer: torch.optim.Optimizer,
+    ours: Sequence[torch.nn.Parameter],
+    bad: Sequence[bool],
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[list[torch.Tensor]]:
+    """Train under a GradScaler, `scaler.step` in a context; returns the gradients of the steps that do not overflow."""
+    device = ours[0].device
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=1000)
+    scaler.scale(torch.zeros((), device=device))
+    given = []
+    for overflows in bad:
+        plain = [torch.randn_like(p) for p in ours]
+        for p, gradient in zip(ours, plain, strict=True):
+            p.grad = gradient * scaler.get_scale()
+        if overflows:
             ours[0].grad[0, 0] = math.inf
         else:
-            plain.step()
-        scaler.step(optimizer)
-        scaler.update()
+            given.append(plain)
+        with context():
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 1024 / 2 ** sum(bad)
+    return given
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("mode", [TORCH, L2])
+def test_grad_scaler_unscales_inside_the_kernel_and_skips_overflows(
+    mode: AdamWMode, limit: float | None, device: str
+) -> None:
+    ours, expected = pair(torch.float32, device)
+    optimizer = FusedAdam(ours, adam_w_mode=mode, max_grad_norm=limit, **SETTINGS)
+    plain = FusedAdam(expected, adam_w_mode=mode, max_grad_norm=limit, **SETTINGS)
+    for given in scaled_steps(optimizer, ours, (False, True, False, True)):
+        for p, gradient in zip(expected, given, strict=True):
+            p.grad = gradient
+        plain.step()
     assert optimizer.param_groups[0]["step"] == 2
-    assert scaler.get_scale() == 512
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))  # powers of two scale exactly
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("mode", AdamWMode)
+def test_every_mode_is_its_formula_under_a_grad_scaler(
+    mode: AdamWMode, correct: bool, dtype: torch.dtype, device: str
+) -> None:
+    ours = parameters(dtype, device)
+    start = [p.detach().clone() for p in ours]
+    optimizer = FusedAdam(ours, adam_w_mode=mode, bias_correction=correct, **SETTINGS)
+    steps = scaled_steps(optimizer, ours, (True, False, False, True, False))
+    eager = [p.clone() for p in start]
+    plain = FusedAdam(eager, adam_w_mode=mode, bias_correction=correct, **SETTINGS)
+    for given in steps:
+        for p, gradient in zip(eager, given, strict=True):
+            p.grad = gradient.clone()
+        plain.step()
+    for p, before, given, other in zip(ours, start, zip(*steps, strict=True), eager, strict=True):
+        expected = written_out(before, list(given), mode, correct)
+        assert_no_worse_than_eager("parameter", p.detach(), other, expected)
+
+
+def test_all_of_the_weight_may_decay_under_a_grad_scaler() -> None:
+    ours = parameters()
+    optimizer = FusedAdam(ours, lr=0.5, weight_decay=2.0)
+    scaled_steps(optimizer, ours, (True,))
+    assert all(p.any() for p in ours if p.numel())
+    scaled_steps(optimizer, ours, (False,))
+    assert all(not p.any() for p in ours)
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses to read an element of a tensor on the host."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Refuse to wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("device", "context"), [("cpu", NoReads), pytest.param("cuda", no_waits, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("mode", AdamWMode)
+def test_the_host_does_not_read_from_the_device(
+    mode: AdamWMode, limit: float | None, device: str, context: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    ours = parameters(device=device)
+    optimizer = FusedAdam(ours, adam_w_mode=mode, max_grad_norm=limit, **SETTINGS)
+    scaled_steps(optimizer, ours, (False, True, False), context)
+    assert isinstance(optimizer.param_groups[0]["step"], torch.Tensor)
+    optimizer.step()  # without the scaler: the host reads the number of steps once
+    with context():
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 4
+
+
+def test_the_host_reads_for_other_dtypes_in_one_mode_only() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        for mode in AdamWMode:
+            ours = parameters(dtype)
+            optimizer = FusedAdam(ours, adam_w_mode=mode, max_grad_norm=0.5, **SETTINGS)
+            with pytest.raises(AssertionError) if mode is TRANSFORMERS else nullcontext():
+                scaled_steps(optimizer, ours, (False, True), NoReads)
+
+
+@pytest.mark.parametrize("mode", AdamWMode)
+def test_a_state_saved_under_a_grad_scaler_counts_on_the_host(mode: AdamWMode) -> None:
+    ours = parameters()
+    optimizer = FusedAdam(ours, adam_w_mode=mode, **SETTINGS)
+    scaled_steps(optimizer, ours, (False, True, False))
+    saved = optimizer.state_dict()
+    assert type(saved["param_groups"][0]["step"]) is int
+    resumed = copy.deepcopy(ours)
+    other = FusedAdam(resumed, adam_w_mode=mode)
+    other.load_state_dict(copy.deepcopy(saved))
+    train(ours, optimizer, seed=2)
+    train(resumed, other, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(ours, resumed, strict=True))
+
+
+def test_overflows_of_several_devices_are_one() -> None:
+    """GradScaler adds up a tensor for each device; the kernel skips at 1."""
+    ours = parameters()
+    before = [p.detach().clone() for p in ours]
+    optimizer = FusedAdam(ours, adam_w_mode=TORCH)
+    optimizer.found_inf = torch.tensor(2.0)
+    train(ours, optimizer, steps=1)
+    assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
+    assert optimizer.param_groups[0]["step"] == 0
 
 
 # Foreign input
