@@ -20,3 +20,18 @@ def device() -> torch.device:
 def random_state() -> torch.Tensor:
     """Return the state of the device's default generator."""
     return torch.cuda.get_rng_state() if device().type == "cuda" else torch.get_rng_state()
+
+
+def drop_comparably(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Switch off the dropout that cannot be compared on this device, in place.
+
+    On a GPU the mask depends on the dtype, so that float64 is a reference for float64 only; and recurrent layers drop
+    by a state of cuDNN, which manual_seed does not reset.
+    """
+    if device().type == "cuda":
+        for part in module.modules():
+            if dtype != torch.float64 or isinstance(part, torch.nn.RNNBase):
+                for name, value in vars(part).items():
+                    if (name == "p" or "drop" in name) and isinstance(value, float):
+                        setattr(part, name, 0.0)
+    return module

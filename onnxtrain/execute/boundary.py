@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import is_not
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import onnx_ir as ir
 import torch
@@ -22,7 +23,7 @@ from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
 from onnxtrain.ops.python_function.run_context import rerun_until_settled
 from onnxtrain.plan.storage import bind_symbols
-from onnxtrain.torch_compat import autograd, dispatch
+from onnxtrain.torch_compat import attention_switches, autograd, dispatch
 from onnxtrain.torch_compat.dynamo import untraced
 from onnxtrain.torch_compat.tensors import storage_id
 
@@ -252,10 +253,46 @@ def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
-def random_state(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[torch.device, torch.Tensor]]]:
-    """Return the states of the generators that forward samples from: the CPU's, and those of the GPUs of `tensors`."""
-    devices = {t.device for t in tensors if t.device.type == "cuda"}
-    return torch.get_rng_state(), [(d, torch.cuda.get_rng_state(d)) for d in sorted(devices, key=str)]
+class RandomState(NamedTuple):
+    """What the random ops of forward depended on.
+
+    Attributes:
+        cpu: the state of the CPU's generator.
+        gpus: the states of the generators of GPUs.
+        attention_kernels: those that PyTorch could choose, if there are GPUs.
+    """
+
+    cpu: torch.Tensor
+    gpus: list[tuple[torch.device, torch.Tensor]]
+    attention_kernels: attention_switches.Kernels
+
+
+def random_state(tensors: Sequence[torch.Tensor]) -> RandomState:
+    """Return the state of the generators that forward samples from: the CPU's, and those of the GPUs of `tensors`."""
+    devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
+    gpus = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    return RandomState(torch.get_rng_state(), gpus, attention_switches.enabled_kernels() if gpus else ())
+
+
+_NO_CONTEXT = nullcontext()
+
+
+def backward_context(unit: Unit, state: RandomState | None) -> AbstractContextManager[object]:
+    """Return the context of a backward program: without autocast, with the attention kernels of forward.
+
+    The graph holds the casts already. Kernels store the state of their dropout differently, so that backward must
+    choose the one of forward.
+    """
+    autocast = dispatch.is_any_autocast_enabled()
+    switched = state is not None and state.gpus and state.attention_kernels != attention_switches.enabled_kernels()
+    if not autocast and not switched:
+        return _NO_CONTEXT
+    contexts = ExitStack()
+    if autocast:
+        contexts.enter_context(torch.autocast(unit.device_type, enabled=False))
+    if state is not None and switched:
+        contexts.enter_context(attention_switches.only(state.attention_kernels))
+    return contexts
 
 
 class _Boundary(torch.autograd.Function):
@@ -342,10 +379,7 @@ def _backward(ctx: Any, cotangents: list[torch.Tensor | None], needs_grad: Flags
     """Backward of any unit."""
     unit = ctx.call[0]
     program, arguments, sizes = prepare_backward(ctx, cotangents, needs_grad)
-    if dispatch.is_any_autocast_enabled():
-        with torch.autocast(unit.device_type, enabled=False):
-            gradients, _ = program.run(arguments, sizes)
-    else:
+    with backward_context(unit, ctx.random_state if unit.is_random else None):
         gradients, _ = program.run(arguments, sizes)
     return (None, *gradients)
 
@@ -425,12 +459,13 @@ def differentiable_backward(
                 todo="change it after backward, or change a copy",
             )
     if unit.is_random:
-        cpu_state, gpu_states = ctx.random_state
-        with torch.random.fork_rng(devices=[device for device, _ in gpu_states]):
-            torch.set_rng_state(cpu_state)
-            for device, state in gpu_states:
-                torch.cuda.set_rng_state(state, device)
-            results = unit.rerun(tensors)
+        state: RandomState = ctx.random_state
+        with torch.random.fork_rng(devices=[device for device, _ in state.gpus]):
+            torch.set_rng_state(state.cpu)
+            for device, gpu_state in state.gpus:
+                torch.cuda.set_rng_state(gpu_state, device)
+            with attention_switches.only(state.attention_kernels) if state.gpus else _NO_CONTEXT:
+                results = unit.rerun(tensors)
     else:
         results = unit.rerun(tensors)
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None and r.requires_grad]

@@ -2,7 +2,7 @@
 
     caller's stream ──waits for the last section──> copies in ─> replay ─> copies out ──event──> the next section waits
 
-Written from PyTorch's documentation; it has not run on a GPU yet.
+Ran on one H200 with PyTorch 2.11 (tests marked gpu).
 """
 
 from __future__ import annotations

@@ -22,11 +22,19 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.errors import KernelError
-from onnxtrain.execute.boundary import Results, Unit, differentiable_backward, prepare_backward, run_and_save
+from onnxtrain.execute.boundary import (
+    RandomState,
+    Results,
+    Unit,
+    backward_context,
+    differentiable_backward,
+    prepare_backward,
+    run_and_save,
+)
 from onnxtrain.execute.program import Program, drain
 from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.plan.cut import Part
-from onnxtrain.torch_compat import autograd, dispatch
+from onnxtrain.torch_compat import autograd
 from onnxtrain.torch_compat.dynamo import untraced
 
 
@@ -138,6 +146,7 @@ class _Call:
 
     def __init__(self, boundary: StagedBoundary, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
         self.boundary, self.unit, self.tensors = boundary, unit, tensors
+        self.random_state: RandomState | None = None
         self._runs: dict[int, StagedRun | list[torch.Tensor | None]] = {}  # by the engine's id of the backward
 
     def begin(self, ctx: Any, cotangents: list[torch.Tensor | None]) -> None:
@@ -162,10 +171,8 @@ class _Call:
         run = self._runs[autograd.current_backward()]
         if not isinstance(run, StagedRun):
             return [run[index] for index in self.boundary.groups[stage]]
-        if dispatch.is_any_autocast_enabled():  # the graph holds the casts already
-            with torch.autocast(self.unit.device_type, enabled=False):
-                return run.advance()
-        return run.advance()
+        with backward_context(self.unit, self.random_state):
+            return run.advance()
 
 
 class _LaterStage(torch.autograd.Function):
@@ -193,7 +200,9 @@ class _FirstStage(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, token: torch.Tensor, *tensors: torch.Tensor) -> tuple[Any, ...]:
         ctx.early_call, ctx.token = call, (token.dtype, token.device)
-        return run_and_save(ctx, call.unit, call.tensors)
+        results = run_and_save(ctx, call.unit, call.tensors)
+        call.random_state = ctx.random_state if call.unit.is_random else None
+        return results
 
     @staticmethod
     @untraced

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from onnxtrain.execute.boundary import Flags, Unit, differentiable_backward, random_state
+from onnxtrain.execute.boundary import Flags, Unit, backward_context, differentiable_backward, random_state
 from onnxtrain.plan.backward_stages import Groups
-from onnxtrain.torch_compat import dispatch
 from onnxtrain.torch_compat.dynamo import untraced
 
 
@@ -101,10 +100,7 @@ class _Group(torch.autograd.Function):
         arguments = iter((*ctx.saved_tensors, *(by_result[i] for i in backward.cotangents)))
         ctx.maybe_clear_saved_tensors()
         sizes = [forward_sizes[i] for i in backward.sizes]
-        if dispatch.is_any_autocast_enabled():  # the graph holds the casts already
-            with torch.autocast(unit.device_type, enabled=False):
-                gradients, _ = backward.program.run(arguments, sizes)
-        else:
+        with backward_context(unit, ctx.random_state):
             gradients, _ = backward.program.run(arguments, sizes)
         # A result without a cotangent gets zeros here: inputs that only it reaches have no gradient, as in eager.
         return (None, None, *(gradient if i in reached else None for i, gradient in enumerate(gradients)))

@@ -1,19 +1,23 @@
 """MatMulBnb4 against the formulas of bitsandbytes, written out per element."""
 
+import contextlib
 from typing import Any
 
-import bitsandbytes  # noqa: F401  # so that its kernels are candidates
 import torch
 
 from onnxtrain.ops.quantization.four_bit_matmul import LEVELS
 from tests.op_case import OpCase, Spec
+
+with contextlib.suppress(ImportError):
+    import bitsandbytes  # noqa: F401  # so that its kernels are candidates
 
 
 def weight(b: Any, scale: Any, n: int, k: int, block: int, quant_type: int) -> Any:
     """Dequantize W[n, k] element by element."""
     packed = b.reshape(-1).tolist()  # reading 130 * 65 elements of a tensor would take 70 ms
     levels = [LEVELS[quant_type][packed[i // 2] // 16 if i % 2 == 0 else packed[i // 2] % 16] for i in range(n * k)]
-    w = torch.tensor(levels) * scale[torch.tensor([i // block for i in range(n * k)])]
+    blocks = torch.tensor([i // block for i in range(n * k)], device=scale.device)
+    w = torch.tensor(levels, device=scale.device) * scale[blocks]
     return w.view(n, k)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from onnxtrain import ORTModule
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder, definition_of
 from onnxtrain.ops.attention import gpu_kernels
@@ -44,7 +46,8 @@ def test_arguments_match_the_signatures_of_pytorchs_kernels(
         pytest.skip("flash attention takes no mask")
     choose(monkeypatch, backend)
     q = torch.empty(2, 4, rows, width, device="meta", dtype=torch.bfloat16)
-    k, v = (torch.empty(2, 2, 9, width, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    shared = 4 if ratio and backend == SDPBackend.EFFICIENT_ATTENTION else 2  # eager's kernel shares no heads
+    k, v = (torch.empty(2, shared, 9, width, device="meta", dtype=torch.bfloat16) for _ in range(2))
     mask = torch.empty(2, 1, rows, 9, device="meta", dtype=torch.bfloat16) if masked else None
     options = ScoreOptions(mask=mask)
     y, logsumexp, state = gpu_kernels.attention(q, k, v, options, ratio)
@@ -80,6 +83,37 @@ def test_the_formula_is_as_accurate_as_pytorchs(causal: bool, masked: bool) -> N
         ("y", "dq", "dk", "dv"), results, eager(torch.float32), eager(torch.float64), strict=True
     ):
         assert_no_worse_than_eager(name, got, theirs, exact)
+
+
+@pytest.mark.parametrize("ratio", [0.25])
+def test_backward_drops_what_forward_dropped(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the formula, by the CPU's generator in the place of the GPU's; other dropouts sample in between."""
+    choose(monkeypatch, SDPBackend.MATH)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda state, device: torch.set_rng_state(state))
+    q, k, v, dy = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(4))
+    torch.manual_seed(5)
+    y, logsumexp, state = gpu_kernels.attention(q, k, v, ScoreOptions(), ratio)
+    sampled = torch.get_rng_state()
+    torch.rand(7)
+    found = y, *gpu_kernels.attention_backward(dy, q, k, v, y, logsumexp, state, ScoreOptions(), ratio)
+    torch.manual_seed(5)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    p = torch.native_dropout((leaves[0] @ leaves[1].mT / 2).softmax(-1), ratio, True)[0]
+    assert torch.equal(torch.get_rng_state(), sampled)
+    for got, expected in zip(found, (p @ leaves[2], *torch.autograd.grad(p @ leaves[2], leaves, dy)), strict=True):
+        assert_no_worse_than_eager("result", got, expected.detach(), expected.detach())
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (7, 1), (2, 1, 1, 9), (2, 1, 7, 16), (1, 4, 7, 9), (2, 4, 1, 1)])
+def test_masks_are_aligned_as_the_kernel_requires(shape: tuple[int, ...]) -> None:
+    """Memory-efficient attention refuses strides that are no multiple of 4 elements, of axes that are longer than 1."""
+    q, mask = torch.empty(2, 4, 7, 8), torch.randn(shape).mT.contiguous().mT
+    aligned = gpu_kernels._aligned_mask(mask, q, torch.empty(2, 4, mask.size(-1), 8))
+    assert aligned is not None
+    assert torch.equal(aligned, mask.expand(2, 4, 7, mask.size(-1)))
+    assert aligned.stride(-1) == 1
+    assert not any(stride % 16 for stride in aligned.stride()[:-1])
 
 
 def captured(device: str, dropout: float, mask: Callable[[Any], ir.Value] | None = None) -> list[str]:
@@ -131,20 +165,89 @@ def test_forward_and_backward_choose_the_same_kernel(dropout: bool) -> None:
         assert definition.kernel(value.producer(), "cpu") is not definition.kernels[0]
 
 
+# On a GPU
+
+
+def compared_with_eager(
+    backend: SDPBackend,
+    dtype: torch.dtype,
+    ratio: float,
+    heads: tuple[int, int] = (4, 4),
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    width: int = 16,
+) -> None:
+    """The same seed gives eager's dropout mask: y and the gradients equal eager's, by kernels bit for bit."""
+    q = torch.randn(2, heads[0], 40, width, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(2, heads[1], 40, width, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+    dy = torch.randn_like(q)
+    options = ScoreOptions(mask=mask, causal=causal)
+    with torch.nn.attention.sdpa_kernel(backend):
+        torch.manual_seed(7)
+        eager = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, ratio, causal, enable_gqa=heads[0] != heads[1]
+        )
+        expected = eager, *torch.autograd.grad(eager, (q, k, v), dy)
+        state_after = torch.cuda.get_rng_state()
+        torch.manual_seed(7)
+        with torch.no_grad():
+            y, logsumexp, state = gpu_kernels.attention(q, k, v, options, ratio)
+            assert torch.equal(torch.cuda.get_rng_state(), state_after)
+            found = y, *gpu_kernels.attention_backward(dy, q, k, v, y, logsumexp, state, options, ratio)
+    for got, theirs in zip(found, expected, strict=True):
+        if backend == SDPBackend.MATH:
+            assert_no_worse_than_eager("result", got, theirs.detach(), theirs.detach().double())
+        else:
+            torch.testing.assert_close(got, theirs, rtol=0, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("ratio", [0.0, 0.1])
-def test_kernels_equal_eager(backend: SDPBackend, ratio: float) -> None:
-    """The same seed gives eager's dropout mask, whose gradients are the same then."""
-    q, k, v = (torch.randn(2, 4, 40, 16, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
-    dy = torch.randn(2, 4, 40, 16, device="cuda", dtype=torch.float16)
-    with torch.nn.attention.sdpa_kernel(backend):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [16, 20])
+def test_kernels_equal_eager(backend: SDPBackend, ratio: float, causal: bool, width: int) -> None:
+    if backend == SDPBackend.CUDNN_ATTENTION and width % 8:
+        pytest.skip("cuDNN has no kernel for this width")
+    compared_with_eager(backend, torch.float16, ratio, causal=causal, width=width)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=lambda b: b.name)
+@pytest.mark.parametrize("ratio", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(40, 40), (2, 1, 1, 40), (2, 4, 40, 40)])
+def test_kernels_with_masks_equal_eager(backend: SDPBackend, ratio: float, shape: tuple[int, ...]) -> None:
+    compared_with_eager(backend, torch.float16, ratio, mask=torch.randn(shape, device="cuda", dtype=torch.float16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_the_math_path_drops_what_eager_drops(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    compared_with_eager(SDPBackend.MATH, dtype, 0.1, heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [*BACKENDS, SDPBackend.MATH], ids=lambda backend: backend.name)
+def test_backward_runs_the_kernel_of_forward(backend: SDPBackend) -> None:
+    """Kernels are selected around forward only: another kernel would read the state of its dropout differently."""
+    module = _Attention().cuda().half()
+    x = torch.randn(2, 4, 40, 16, device="cuda", dtype=torch.float16)
+    gradients = []
+    for run in (module, ORTModule(copy.deepcopy(module), rng="torch", fallback_policy="FALLBACK_DISABLE")):
         torch.manual_seed(7)
-        eager = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=ratio)
-        expected = eager, *torch.autograd.grad(eager, (q, k, v), dy)
-        torch.manual_seed(7)
-        with torch.no_grad():
-            y, logsumexp, state = gpu_kernels.attention(q, k, v, ScoreOptions(), ratio)
-            found = y, *gpu_kernels.attention_backward(dy, q, k, v, y, logsumexp, state, ScoreOptions(), ratio)
-    for got, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, theirs, rtol=0, atol=0)
+        with torch.nn.attention.sdpa_kernel(backend):
+            y = run(x)
+        y.square().sum().backward()
+        gradients.append([p.grad for p in run.parameters()])
+    for theirs, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, theirs)
+
+
+class _Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x * self.scale, x, x * self.scale, dropout_p=0.5)

@@ -22,7 +22,7 @@ from onnxtrain import ORTModule
 from onnxtrain.execute import tolerance
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.device_under_test import device, random_state
+from tests.device_under_test import device, drop_comparably, random_state
 from tests.torch_version import most_captures
 from tests.zoo.entry import Call, ZooModel
 
@@ -57,9 +57,16 @@ class Result:
 class Side:
     """One side of a comparison: a model, the way it is run, and the dtype."""
 
-    def __init__(self, entry: ZooModel, dtype: torch.dtype, wrap: Wrap | None, autocast: bool = False) -> None:
+    def __init__(
+        self,
+        entry: ZooModel,
+        dtype: torch.dtype,
+        wrap: Wrap | None,
+        autocast: bool = False,
+        under: torch.dtype | None = None,
+    ) -> None:
         self.entry, self.dtype, self.autocast = entry, dtype, autocast
-        self.module = entry.build(dtype)
+        self.module = drop_comparably(entry.build(dtype), under or dtype)
         self.run = self.module if wrap is None else wrap(self.module)
 
     def call(self, batch: int, length: int) -> tuple[Call, Any]:
@@ -113,7 +120,7 @@ class Comparison:
         self.entry = entry
         self.got = Side(entry, dtype, wrap, autocast)
         self.eager = Side(entry, dtype, None, autocast)
-        self.exact = Side(entry, torch.float64, None)
+        self.exact = Side(entry, torch.float64, None, under=dtype)
 
     def sides(self) -> tuple[Side, Side, Side]:
         return self.got, self.eager, self.exact

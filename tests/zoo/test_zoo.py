@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device_under_test import device
 from tests.processor import has_narrow_convolutions, skip_without_narrow_lstms
 from tests.zoo.checks import Comparison, compared, keeps_its_parameters, wrong
 from tests.zoo.entry import ZooModel
@@ -52,6 +53,8 @@ def test_training_in_float64_equals_eager(entry: ZooModel) -> None:
 
 
 def check_training(entry: ZooModel, dtype: torch.dtype) -> None:
+    if device().type == "cuda" and entry.name == "resnet" and dtype == torch.float64:
+        pytest.skip("the gradient of a bias before a batch norm is rounding, of which cuDNN's kernels have more")
     with compared(entry, dtype) as compare:
         for sizes in entry.sizes:
             compare.train(*sizes)
@@ -81,6 +84,8 @@ def test_eval_equals_eager(entry: ZooModel) -> None:
 
 @pytest.mark.parametrize("entry", each_model(slow=True))
 def test_gradients_in_eval_mode_equal_eagers(entry: ZooModel) -> None:
+    if device().type == "cuda" and entry.name in ("lstm", "gru"):
+        pytest.skip("cuDNN has no gradient of recurrent layers in eval mode")
     with compared(entry, torch.float32) as compare:
         compare.change(torch.nn.Module.eval)
         compare.train(*entry.sizes[0])

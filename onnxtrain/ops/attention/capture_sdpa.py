@@ -52,7 +52,9 @@ def _capture(
         return _math_path(op, query, key, value, mask, dropout_p, is_causal, scale, groups)
     query, scale = scale_as_attribute(op, query, scale)
     (k, groups_k), (v, groups_v) = strip_repeat(op, key), strip_repeat(op, value)
-    if groups_k == groups_v:  # the kernel shares heads: the model's repeat_kv is not needed
+    if groups_k == groups_v and not dropout_p > 0:
+        # The kernel shares heads: the model's repeat_kv is not needed. With dropout it is eager's kernel for what the
+        # model gives it, because another one would sample another mask.
         key, value = k, v
     attributes = {"scale": scale, "is_causal": int(is_causal) or None}
     if dropout_p > 0:

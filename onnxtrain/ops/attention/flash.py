@@ -26,7 +26,7 @@ from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.attention import compiled_kernels, gpu_kernels
-from onnxtrain.ops.attention.flash_formula import formula, formula_backward
+from onnxtrain.ops.attention.flash_formula import drop_by_key, formula, formula_backward
 from onnxtrain.ops.attention.heads import group_size, repeat_heads, sum_over_groups
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, ScoreOptions
 from onnxtrain.ops.attention.masks import causal_mask
@@ -199,11 +199,10 @@ def score_options(n: NodeView, mask: Any) -> Call:
 
 
 def dropout_by_key(n: NodeView, key: Any) -> Call:
-    """Return the `DropoutOptions` of a node with a ratio."""
+    """Return the dropout of a node with a ratio."""
     count = drop_count(n)
-    return Call(
-        DropoutOptions, key, count, dropout_scale(count / DROP_LEVELS, TORCH_DTYPES[score_dtype(dtype_of(n.q))])
-    )
+    keep_scale = dropout_scale(count / DROP_LEVELS, TORCH_DTYPES[score_dtype(dtype_of(n.q))])
+    return Call(drop_by_key, Call(DropoutOptions, key, count, keep_scale))
 
 
 def _lower_gpu(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:

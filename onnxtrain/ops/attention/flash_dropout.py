@@ -28,7 +28,7 @@ from onnxtrain.ops.attention.flash import (
     operands_and_scores,
     score_options,
 )
-from onnxtrain.ops.attention.flash_formula import formula
+from onnxtrain.ops.attention.flash_formula import drop_by_key, formula
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, ScoreOptions
 from onnxtrain.ops.attention.scores import probabilities_and_logsumexp, score_dtype
 from onnxtrain.ops.body_parts import cast
@@ -76,7 +76,7 @@ def attention_dropout(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, the logsumexp and a new key, which determines the dropout mask; by a formula, on any device."""
     key = keyed_bits.sample_key().to(q.device)
-    return *formula(q, k, v, options, DropoutOptions(key, count, keep_scale)), key
+    return *formula(q, k, v, options, drop_by_key(DropoutOptions(key, count, keep_scale))), key
 
 
 def _lower_gpu(n: NodeView, q: Any, k: Any, v: Any, mask: Any, *_: Any) -> Call:

@@ -7,6 +7,8 @@ causal flag.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -16,11 +18,10 @@ from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.softmax.softmax import safe_softmax
 
 Tensor = torch.Tensor
+Drop: TypeAlias = Callable[[Tensor], Tensor]  # dropout of a tensor [b, h, l, s]: the same elements in each call
 
 
-def formula(
-    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, dropout: DropoutOptions | None = None
-) -> tuple[Tensor, Tensor]:
+def formula(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, drop: Drop | None = None) -> tuple[Tensor, Tensor]:
     """Return y[b, h, l, d] and the logsumexp [b, h, l], which is 0 for a fully masked row.
 
     Args:
@@ -28,12 +29,12 @@ def formula(
         k: [b, g, s, e].
         v: [b, g, s, d].
         options: how the scores are computed.
-        dropout: of the probabilities; None without.
+        drop: dropout of the probabilities; None without.
     """
     scores, _, wide_v = _masked_scores(q, k, v, options)
     logsumexp = scores.logsumexp(-1)
     logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
-    return torch.matmul(_dropped(safe_softmax(scores, -1), dropout), wide_v).to(q.dtype), logsumexp
+    return torch.matmul(_dropped(safe_softmax(scores, -1), drop), wide_v).to(q.dtype), logsumexp
 
 
 def formula_backward(
@@ -43,17 +44,17 @@ def formula_backward(
     v: Tensor,
     y: Tensor,
     options: ScoreOptions,
-    dropout: DropoutOptions | None = None,
+    drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     scores, wide_k, wide_v = _masked_scores(q, k, v, options)
     # Not from the logsumexp: for a row of finfo.min, adding the log of the number of columns is lost to rounding.
     p = safe_softmax(scores, -1)
     wide_dy, wide_q = dy.to(p.dtype), q.to(p.dtype)
-    dp = _dropped(torch.matmul(wide_dy, wide_v.mT), dropout)
-    total = wide_dy * y if dropout is None else dp * p
+    dp = _dropped(torch.matmul(wide_dy, wide_v.mT), drop)
+    total = wide_dy * y if drop is None else dp * p
     ds = (dp - total.sum(-1, keepdim=True)).mul_(p).mul_(scale_number(options.scale, q))
-    dk, dv = torch.matmul(ds.mT, wide_q), torch.matmul(_dropped(p, dropout).mT, wide_dy)
+    dk, dv = torch.matmul(ds.mT, wide_q), torch.matmul(_dropped(p, drop).mT, wide_dy)
     return torch.matmul(ds, wide_k).to(q.dtype), sum_groups(dk, k).to(k.dtype), sum_groups(dv, v).to(v.dtype)
 
 
@@ -86,8 +87,15 @@ def _masked_scores(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> tu
     return scores, k, v
 
 
-def _dropped(x: Tensor, dropout: DropoutOptions | None) -> Tensor:
-    if dropout is None:
-        return x
-    kept = keyed_bits.keep_mask(dropout.key, x.numel(), dropout.drop_count).view(x.shape)
-    return x * kept.to(x.dtype).mul_(dropout.keep_scale)
+def _dropped(x: Tensor, drop: Drop | None) -> Tensor:
+    return x if drop is None else drop(x)
+
+
+def drop_by_key(dropout: DropoutOptions) -> Drop:
+    """Return the dropout that a key determines."""
+
+    def drop(x: Tensor) -> Tensor:
+        kept = keyed_bits.keep_mask(dropout.key, x.numel(), dropout.drop_count).view(x.shape)
+        return x * kept.to(x).mul_(dropout.keep_scale)
+
+    return drop
