@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 _devices = [torch.device("cpu")]
@@ -35,3 +38,14 @@ def drop_comparably(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mod
                     if (name == "p" or "drop" in name) and isinstance(value, float):
                         setattr(part, name, 0.0)
     return module
+
+
+@contextmanager
+def exact_functions() -> Iterator[None]:
+    """Keep eager PyTorch from the inference path of nn.TransformerEncoder, whose GELU on a GPU is approximate."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled and device().type == "cpu")
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

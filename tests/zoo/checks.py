@@ -22,7 +22,7 @@ from onnxtrain import ORTModule
 from onnxtrain.execute import tolerance
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.device_under_test import device, drop_comparably, random_state
+from tests.device_under_test import device, drop_comparably, exact_functions, random_state
 from tests.torch_version import most_captures
 from tests.zoo.entry import Call, ZooModel
 
@@ -73,7 +73,7 @@ class Side:
         """Run forward in the grad mode of the test."""
         call = self.entry.arguments(batch, length).to(self.dtype)
         torch.manual_seed(SEED + batch)
-        with torch.autocast(device().type, torch.bfloat16) if self.autocast else nullcontext():
+        with exact_functions(), torch.autocast(device().type, torch.bfloat16) if self.autocast else nullcontext():
             return call, self.run(*call.args, **call.kwargs)
 
     def forward(self, batch: int, length: int) -> Result:

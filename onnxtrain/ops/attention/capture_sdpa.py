@@ -48,7 +48,8 @@ def _capture(
     drops = dropout_p > 0
     if drops and op.device == "cuda" and 0 < dropout_p < 1 and not _may_need_gradient(mask):
         drops = False  # PyTorch's kernels for a GPU sample the dropout mask themselves
-    if drops or is_empty or not _has_flash_form(query, key, value, mask, groups):
+    switched_off = op.device == "cpu" and not torch.backends.cuda.flash_sdp_enabled()  # a GPU has other kernels, too
+    if drops or is_empty or switched_off or not _has_flash_form(query, key, value, mask, groups):
         return _math_path(op, query, key, value, mask, dropout_p, is_causal, scale, groups)
     query, scale = scale_as_attribute(op, query, scale)
     (k, groups_k), (v, groups_v) = strip_repeat(op, key), strip_repeat(op, value)
@@ -82,7 +83,7 @@ def _may_need_gradient(mask: ir.Value | None) -> bool:
 
 def _has_flash_form(q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, groups: Size) -> bool:
     """Return whether ranks and sizes allow PyTorch's flash kernel; its other conditions are checked at run time."""
-    if not torch.backends.cuda.flash_sdp_enabled() or any(rank_of(x) != 4 for x in (q, k, v)):
+    if any(rank_of(x) != 4 for x in (q, k, v)):
         return False
     if mask is not None and rank_of(mask) not in (2, 4):
         return False

@@ -210,8 +210,8 @@ def _sum_dtype(q: Tensor) -> torch.dtype:
 
 
 def _supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the library is compiled and supports these dtypes and strides."""
-    library = library_for_dtype(q.dtype)
+    """Return whether the library is compiled and supports this device, these dtypes and strides."""
+    library = library_for_dtype(q.dtype) if q.is_cpu else None
     if library is None or library.functions is None or not q.dtype == k.dtype == v.dtype:
         return False
     return all(x.stride(-1) == 1 or x.size(-1) == 1 for x in (q, k, v)) and q.numel() > 0 and k.numel() > 0
