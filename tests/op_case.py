@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -240,7 +241,9 @@ class CaseCheck:
             for t, w in zip(tensors, self.wrt, strict=True)
         ]
         torch.manual_seed(3)
-        outputs = _outputs(self.case.reference(*self._arguments(leaves, symbols, dtype)), self.count)
+        arguments = self._arguments(leaves, symbols, dtype)
+        with nullcontext() if device().type == "cpu" else device():  # where the reference makes tensors
+            outputs = _outputs(self.case.reference(*arguments), self.count)
         generator = torch.Generator().manual_seed(23)
         cotangents = [
             torch.randn(o.shape, generator=generator).to(self.dtype).to(o)
