@@ -19,6 +19,7 @@ from rich.console import Console
 
 from onnxtrain.errors import OptionError
 from onnxtrain.frontend.ort_module import ORTModule
+from onnxtrain.log import LOG
 from onnxtrain.options import JSON_VARIABLE, Options
 from onnxtrain.options.table import replace_default
 from onnxtrain.options.without_effect import VARIABLES
@@ -47,16 +48,28 @@ class Settings(types.ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
         if name in _DEFAULTS:
             replace_default(_DEFAULTS[name], value)
-        elif name == "ORTMODULE_IS_DETERMINISTIC" and value != torch.are_deterministic_algorithms_enabled():
-            warnings.warn(
-                f"{self.__name__}.{name} = {value} has no effect: ORTModule uses PyTorch's setting. Call "
-                f"torch.use_deterministic_algorithms({value}).",
-                UserWarning,
-                stacklevel=2,
-            )
+        elif name == "ORTMODULE_IS_DETERMINISTIC":
+            _set_deterministic(f"{self.__name__}.{name}", bool(value))
         elif name in ("MINIMUM_RUNTIME_PYTORCH_VERSION_STR", "ORTMODULE_TORCH_CPP_DIR"):
             warnings.warn(f"{self.__name__}.{name} has no effect: nothing reads it.", UserWarning, stacklevel=2)
         super().__setattr__(name, value)
+
+
+def _set_deterministic(name: str, value: bool) -> None:
+    """Turn on PyTorch's deterministic algorithms; as in ONNX Runtime Training, an op that has none warns.
+
+    The setting is never turned off: code outside ORTModule may rely on it.
+    """
+    if value and not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        LOG.info("%s = True turned on torch.use_deterministic_algorithms(True, warn_only=True)", name)
+    elif not value and torch.are_deterministic_algorithms_enabled():
+        warnings.warn(
+            f"{name} = False has no effect: ORTModule uses PyTorch's setting. Call "
+            "torch.use_deterministic_algorithms(False).",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def set_seed(seed: int) -> None:

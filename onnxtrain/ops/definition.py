@@ -242,7 +242,9 @@ class Kernel:
         host_inputs_if_known: from the node, indices of the inputs passed as Python ints if the host knows their
             values, else as tensors.
         applies: (node, device type) -> whether this kernel can run the node.
-        deterministic: whether two runs give the same bits.
+        deterministic: whether two runs give the same bits. Another kernel runs the node under
+            `torch.use_deterministic_algorithms` if one that applies does; if none does, the PyTorch function that this
+            one calls decides, as in eager: it uses a deterministic algorithm, raises, or warns.
         workspace_bytes: scratch memory besides inputs and outputs.
         in_place_input: index of the input whose memory it can reuse for its first output, or None.
         name: of the library or method, if several kernels may run the node and the fastest is chosen; such kernels
@@ -370,18 +372,26 @@ class OpDef:
         return axis_maps.parse(self.axes(self.view(node)))
 
     def kernel(self, node: ir.Node, device: str) -> Kernel:
-        """Return the first kernel that applies to the node on this device type ("cpu", "cuda")."""
+        """Return the first kernel that applies to the node on this device type ("cpu", "cuda").
+
+        Under `torch.use_deterministic_algorithms` the first deterministic one, if one applies.
+        """
         view = self.view(node)
-        for kernel in self.kernels:
-            if kernel.applies(view, device):
-                return kernel
-        raise GraphError(f"no kernel of {self.name} applies on {device} to {node.name}")
+        applicable = (kernel for kernel in self.kernels if kernel.applies(view, device))
+        first = next(applicable, None)
+        if first is None:
+            raise GraphError(f"no kernel of {self.name} applies on {device} to {node.name}")
+        if first.deterministic or not torch.are_deterministic_algorithms_enabled():
+            return first
+        return next((kernel for kernel in applicable if kernel.deterministic), first)
 
     def candidates(self, node: ir.Node, device: str) -> tuple[Kernel, ...]:
         """Return the kernels of which the fastest is chosen, PyTorch's own first; one if there is no choice."""
         first = self.kernel(node, device)
         view = self.view(node)
         others = (k for k in self.kernels if k is not first and k.name and k.applies(view, device))
+        if torch.are_deterministic_algorithms_enabled():
+            others = (k for k in others if k.deterministic)
         return (first, *others) if first.name else (first,)
 
 

@@ -84,13 +84,26 @@ def test_each_mode_has_its_files(calls: int, ortmodule: Any, tmp_path: Path) -> 
 
 
 def test_settings_without_effect_raise_a_warning(ortmodule: Any) -> None:
-    with pytest.warns(UserWarning, match=r"ORTMODULE_IS_DETERMINISTIC = True has no effect: .*deterministic_alg"):
-        ortmodule.ORTMODULE_IS_DETERMINISTIC = True
     with pytest.warns(UserWarning, match="ORTMODULE_TORCH_CPP_DIR has no effect"):
         ortmodule.ORTMODULE_TORCH_CPP_DIR = "/nowhere"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ortmodule.ORTMODULE_IS_DETERMINISTIC = False
+
+
+def test_determinism_is_pytorchs(ortmodule: Any) -> None:
+    try:
+        ortmodule.ORTMODULE_IS_DETERMINISTIC = True
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        ortmodule.ORTMODULE_IS_DETERMINISTIC = True
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        with pytest.warns(UserWarning, match=r"ORTMODULE_IS_DETERMINISTIC = False has no effect: .*deterministic_alg"):
+            ortmodule.ORTMODULE_IS_DETERMINISTIC = False
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_custom_autograd_functions_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
