@@ -24,6 +24,8 @@ _HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 
+_LAZY_DEVICES = ("lazy", "xla")
+
 
 def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
     """Refuse a call with unsupported tensors, or inside a context that must see each operator of the module.
@@ -31,7 +33,7 @@ def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
     Raises:
         CaptureError: a torch.func transform, forward-mode differentiation or a torch function or dispatch mode is
             active; or an input is a lazily negated view.
-        ORTModuleIOError: an input is not strided, is nested, or is a tensor subclass.
+        ORTModuleIOError: an input is not strided, is nested, is a tensor subclass, or is on a lazy device.
     """
     if is_inside_transform():
         raise CaptureError(
@@ -58,6 +60,13 @@ def refuse_call(tensors: Sequence[torch.Tensor]) -> None:
                 expected="a torch.Tensor of layout torch.strided, not nested",
                 got=f"{type(tensor).__qualname__} of {tensor.layout}",
                 todo="the module runs in PyTorch; convert the input to a plain dense tensor",
+            )
+        if tensor.device.type in _LAZY_DEVICES:
+            raise ORTModuleIOError(
+                f"input tensor {index} is on a device that records operators to compile them itself",
+                expected="a device that runs each operator when it is called",
+                got=str(tensor.device),
+                todo="the module runs in PyTorch; for a graph, keep the module and its inputs on the CPU or a GPU",
             )
         if tensor.is_neg():  # compiled kernels read memory as it is
             raise CaptureError(

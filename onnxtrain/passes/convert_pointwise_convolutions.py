@@ -5,14 +5,20 @@
 
 With groups, channels and weights are split and the results concatenated. Backward gains too: its gradients are matmuls.
 
-Refused if the input is not transposed: the convolution is as fast then.
+Elementwise ops of one tensor may be between the transpose and the convolution, such as an activation or dropout: they
+keep the strides, so the rows are contiguous after them as well.
+
+A result that reaches an output of the module is copied, because a convolution's is contiguous.
+
+Refused if the input is not transposed: at four shapes, forward and backward of the convolution took 0.78 to 1.29 times
+as long as those of a matmul (2 threads, torch 2.13); of transposed inputs, 1.2 to 2.4 times.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxtrain.graph import sizes
+from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import rank_of
 from onnxtrain.ops import builder, view
@@ -35,14 +41,57 @@ def convert_pointwise_convolutions(graph: ir.Graph, changes: Changes) -> None:
         n = view(node)
         if n.definition is not CONV or not _is_pointwise(n):
             continue
-        source = n.x.producer()
-        if source is None or view(source).definition is not TRANSPOSE or list(view(source).perm or ()) != _SWAP:
+        if not _is_transposed(n.x):
             changes.refuse(node, "its kernel has size 1, but its input is not transposed: a matmul is not faster")
             continue
         with nodes_before(op, node):
             y = transposed(op, _linear(op, n, transposed(op, n.x, _SWAP)), _SWAP)
+            if _may_reach_output(node.outputs[0]):
+                y = op.own.Clone(y, memory_format="contiguous_format")
         substitute(graph, node.outputs[0], y, [node])
         changes.applied.append(f"converted {node.name} to a matmul")
+
+
+def _is_transposed(value: ir.Value) -> bool:
+    """Return whether a value is a transpose of rows, directly or through elementwise ops."""
+    node = value.producer()
+    while node is not None:
+        n = view(node)
+        if n.definition is TRANSPOSE:
+            return list(n.perm or ()) == _SWAP
+        tensors = [v for v in node.inputs if v is not None and rank_of(v) > 0]
+        if len(tensors) != 1 or not _is_elementwise(node):
+            return False
+        node = tensors[0].producer()
+    return False
+
+
+def _is_elementwise(node: ir.Node) -> bool:
+    """Return whether each axis of a node's first output comes from the same axis of its one tensor."""
+    axis_map = view(node).definition.axis_map(node)
+    if axis_map is None:
+        return False
+    ranks = [None if v is None else rank_of(v) for v in node.inputs]
+    out_ranks = [rank_of(v) for v in node.outputs]
+    expected = [[axis if rank else None for rank in ranks] for axis in range(out_ranks[0])]
+    return [axis_map.sources(axis, ranks, out_ranks) for axis in range(out_ranks[0])] == expected
+
+
+def _may_reach_output(value: ir.Value) -> bool:
+    """Return whether an output of the graph may have the strides of a value, unless it is transposed to rows first."""
+    worklist, visited = [value], {value}
+    while worklist:
+        current = worklist.pop()
+        if current.is_graph_output():
+            return True
+        for node in traversal.users(current):
+            n = view(node)
+            if n.definition is TRANSPOSE and list(n.perm or ()) == _SWAP:
+                continue
+            may_keep = [v for v in node.outputs if n.definition.aliases or sizes.dims_of(v) == sizes.dims_of(current)]
+            worklist += [v for v in may_keep if v not in visited]
+            visited.update(may_keep)
+    return False
 
 
 def _is_pointwise(n: NodeView) -> bool:

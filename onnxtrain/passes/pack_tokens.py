@@ -195,7 +195,7 @@ def plan_packing(graph: ir.Graph, changes: Changes, results: int = 0) -> Packing
     region = finder.rows.region(graph)
     if not attentions and not _is_worthwhile(region, embeddings):
         if not finder.ends:
-            changes.refuse(embeddings[0], finder.why_padding_is_used(embeddings[0].outputs[0]))
+            changes.refuse(embeddings[0], finder.why_embedding_is_padded(embeddings[0].outputs[0]))
         _refuse_eager_randomness(graph, changes)
         return None
     if attentions and (finder.refused or not finder.packed):
@@ -337,6 +337,12 @@ class _Finder:
         shape = sizes.dims_of(view(node).k)
         return (shape[0], shape[2]) == (self.batch, self.steps)
 
+    def why_embedding_is_padded(self, value: ir.Value) -> str:
+        """Return why an embedding without attention is not packed: padding is used, or packing would gain nothing."""
+        if value in self.rows.axes and all(use in self.rows.uses for use in value.uses()):
+            return "no matmul runs on its tokens one by one, so skipping padding would save nothing"
+        return self.why_padding_is_used(value)
+
     def why_padding_is_used(self, value: ir.Value) -> str:
         """Return a sentence that names the user of all rows of a value, directly or through other nodes."""
         if value not in self.full_users:
@@ -345,7 +351,7 @@ class _Finder:
 
     def _user_of_all_rows(self, value: ir.Value) -> str:
         worklist, visited = [value], {value}
-        reason = f"{value.name} has no users"
+        reason = f"all rows of {value.name} are used"
         while worklist:
             value = worklist.pop(0)
             if value in self.full_users:  # of a later node: each layer is searched once

@@ -29,7 +29,8 @@ DIFFERS = {
     "is_triton_enabled": "whether the installed torch has Triton; kernels come from Inductor",
     "set_seed": "also seeds PyTorch, from whose generators ORTModule samples",
     "ortmodule.set_seed": "as `set_seed`",
-    "ortmodule.ORTMODULE_IS_DETERMINISTIC": "assigning True turns on `torch.use_deterministic_algorithms(True, warn_only=True)`",
+    "ortmodule.ORTMODULE_IS_DETERMINISTIC": "assigning True turns on "
+    "`torch.use_deterministic_algorithms(True, warn_only=True)`",
     "ortmodule.ORTMODULE_TORCH_CPP_DIR": "assigning it raises a warning: there are no extensions to build",
     "ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR": "assigning it raises a warning; see the README for versions",
     "ortmodule.options._SkipCheck": "every call is checked; skipping is logged as having no effect",

@@ -10,16 +10,19 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_map_only
 
 from onnxtrain import ORTModule
-from onnxtrain.errors import CaptureError, CompileError, GraphError, ORTModuleFallbackException
+from onnxtrain.capture import refusals
+from onnxtrain.errors import CaptureError, CompileError, GraphError, ORTModuleFallbackException, ORTModuleIOError
 from tests.reference import assert_matches, with_gradients
 from tests.torch_version import needs_torch
 from tests.zoo.checks import Comparison, compared, count_captures, fallbacks
@@ -347,6 +350,49 @@ def test_kinds_of_tensors(inputs: Callable[[], torch.Tensor]) -> None:
     pairs = zip(got.unbind(), eager.unbind(), strict=True) if got.is_nested else [(got, eager)]
     for ours, theirs in pairs:
         assert torch.equal(ours.as_subclass(torch.Tensor), theirs.as_subclass(torch.Tensor))
+
+
+class _Recorded(torch.Tensor):
+    """A lazy tensor, as XLA's: a wrapper without memory that records its operators."""
+
+    operators: list[str]
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, real: torch.Tensor) -> _Recorded:
+        tensor: _Recorded = torch.Tensor._make_wrapper_subclass(cls, real.shape, dtype=real.dtype)
+        tensor.held, tensor.operators = real, []
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrapped = tree_map_only(_Recorded, lambda t: t.held, (args, kwargs or {}))
+        results = function(*unwrapped[0], **unwrapped[1])
+        recorded: Any = tree_map_only(torch.Tensor, _Recorded, results)
+        if isinstance(recorded, _Recorded):
+            recorded.operators = [*next(t.operators for t in args if isinstance(t, _Recorded)), str(function)]
+        return recorded
+
+
+def test_lazy_tensors_run_in_pytorch_which_records_them() -> None:
+    module, x = _Linear(), torch.randn(3, WIDTH)
+    ours = ORTModule(module)
+    with pytest.warns(UserWarning, match="input tensor 0 is of a kind that a graph does not support") as warned:
+        got = ours(_Recorded(x))
+    assert "_Recorded" in str(warned[0].message)
+    assert isinstance(got, _Recorded)
+    assert got.operators
+    assert torch.equal(got.held, module(x))
+
+
+@pytest.mark.parametrize("device", ["lazy", "xla"])
+def test_a_lazy_device_is_refused_by_name(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tensors are plain ones. PyTorch's wheels have no XLA, so a stand-in answers what the check asks."""
+    x = SimpleNamespace(device=torch.device(device), layout=torch.strided, is_nested=False)
+    monkeypatch.setattr(refusals, "PLAIN_TENSORS", {SimpleNamespace})
+    with pytest.raises(ORTModuleIOError, match="a device that records operators") as raised:
+        refusals.refuse_call([cast(torch.Tensor, x)])
+    assert device in str(raised.value)
 
 
 class _Marked(torch.Tensor):

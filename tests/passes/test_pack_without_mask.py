@@ -253,6 +253,20 @@ def test_what_reads_padding_is_named(
     assert any(reason in text for text in refusals(wrapped, "pack_tokens")), refusals(wrapped, "pack_tokens")
 
 
+def test_an_embedding_that_is_only_averaged_says_that_nothing_would_be_saved(tmp_path: Path) -> None:
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.score = nn.Embedding(WORDS, WIDTH, padding_idx=PADDING), nn.Linear(WIDTH, 2)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.score((self.words(words) * (words != PADDING)[..., None]).sum(1)).square().mean()
+
+    wrapped = wrap(Averaged(), tmp_path, skip_padding="always")
+    wrapped(batch_of(FORMS["right"])[0])
+    assert any("skipping padding would save nothing" in text for text in refusals(wrapped, "pack_tokens"))
+
+
 def test_dropout_of_eager_is_refused(kept: list[int | None], tmp_path: Path) -> None:
     wrapped = wrap(Tokens("nothing", "mean", dropout=0.1), tmp_path, skip_padding="always", rng="torch")
     wrapped(*batch_of(FORMS["right"]))

@@ -71,6 +71,32 @@ def test_convolutions_of_rows_are_products(options: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    "result",
+    [lambda y: y, torch.tanh, lambda y: y[:, 1:], lambda y: (y, y.transpose(1, 2)), lambda y: y.flatten(1)],
+    ids=["itself", "elementwise", "slice", "both", "flat"],
+)
+def test_results_keep_the_strides_of_a_convolution(result: Any) -> None:
+    class Result(Adapted):
+        def forward(self, x: torch.Tensor) -> Any:
+            return result(self.down(x.transpose(-2, -1)))
+
+    check_equals_eager(Result, rows, loss=lambda y: sum(t.square().mean() for t in (y if type(y) is tuple else (y,))))
+
+
+@pytest.mark.parametrize("between", [nn.Identity(), nn.ReLU(), nn.Dropout(0.5)], ids=str)
+def test_convolutions_behind_elementwise_ops_are_products(between: nn.Module, tmp_path: Path) -> None:
+    class Between(Adapted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(between(self.down(x.transpose(-2, -1))) * 0.5)
+
+    model = wrap(Between(), tmp_path)
+    model(*rows(Draw(0), 3, 9).args).sum().backward()
+    assert not kinds(tmp_path)["Conv"]
+    between.eval()
+    check_equals_eager(Between, rows)
+
+
+@pytest.mark.parametrize(
     ("options", "refused"),
     [({"in_rows": False}, True), ({"stride": 2, "groups": 1}, False), ({"padding": 1, "groups": 1}, False)],
     ids=str,

@@ -51,6 +51,7 @@ SERVED_BY_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "causal mask": lambda x: (
         (x @ x.mT).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -9.0).softmax(-1)
     ),
+    "constant mask": lambda x: x[..., torch.tensor([True, False, True, True, False, True])].view(*x.shape[:2], 2, 2),
     "flatten and back": lambda x: x.reshape(-1, x.shape[-1]).tanh().view(x.shape[0], -1, x.shape[-1]),
     "split heads": lambda x: x.view(*x.shape[:2], 2, 3).transpose(1, 2).flatten(2),
     "expand": lambda x: x.mean(1, keepdim=True).expand(-1, x.shape[1], -1) * x,

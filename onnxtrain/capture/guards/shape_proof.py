@@ -11,6 +11,7 @@ be valid for each of its values: the export must have assumed nothing of it, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from torch.fx.node import map_arg
 from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.size_decisions import InputDim
 from onnxtrain.torch_compat.fake_tensors import FakeTensorMode
+from onnxtrain.torch_compat.pytree import tree_leaves
 from onnxtrain.torch_compat.symbols import is_always_true, is_data_dependent, size_range, unreplaced_expression
 
 _SPECIAL_SIZES = (0, 1)  # operators treat them otherwise than all others
@@ -107,6 +109,7 @@ class Proof:
         results: dict[Node, Any] = {}
         assumed: set[Any] = set()
         checked: set[Any] = set()
+        largest: dict[Any, int] = {}
         for node in self.graph_module.graph.nodes:
             if node.op == "output":
                 break
@@ -129,11 +132,29 @@ class Proof:
                 if all_bound and next(_symbolic_sizes(results[node]), None) is not None:
                     results[node] = _fake(expected, binding)
                 _bind_data_dependent(results[node], expected, binding)
+                _bound_selected(node, args, results[node], largest)
                 if not _agrees(results[node], expected, binding, dtypes=self._has_explicit_casts):
                     return (
                         f"{node.target} has another shape at these sizes ({source_location.of_node(node) or node.name})"
                     )
-        return _assumption(mode.shape_env, assumed, checked)
+        return _assumption(mode.shape_env, assumed, checked, largest)
+
+
+def _bound_selected(node: Node, arguments: Sequence[Any], result: Any, largest: dict[Any, int]) -> None:
+    """Bound the number of elements that a node selects: no more than its mask has."""
+    if str(node.target) not in _SELECTIONS:
+        return
+    masks = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+    if str(node.target) == "aten.index.Tensor":
+        masks = [mask for mask in masks[1:] if mask.dtype in (torch.bool, torch.uint8)]
+    sizes = [size for mask in masks for size in mask.shape]
+    if all(type(size) is int for size in sizes):
+        most = max((math.prod(mask.shape) for mask in masks), default=0)
+        for size in _symbolic_sizes(result):
+            largest.setdefault(size.node.expr, most)
+
+
+_SELECTIONS = frozenset({"aten.nonzero.default", "aten.nonzero_numpy.default", "aten.index.Tensor"})
 
 
 def _checked_by_kernel(node: Node, arguments: Sequence[Any]) -> Iterator[Any]:
@@ -164,7 +185,7 @@ def _all_symbols(size: torch.SymInt) -> set[Any]:
     return symbols
 
 
-def _assumption(env: ShapeEnv | None, assumed: set[Any], checked: set[Any]) -> str:
+def _assumption(env: ShapeEnv | None, assumed: set[Any], checked: set[Any], largest: dict[Any, int]) -> str:
     """Return an assumption on a data-dependent size, other than that it is not negative; "" if there is none.
 
     PyTorch checks such an assumption at run time, by an assertion that our graph does not contain.
@@ -173,11 +194,12 @@ def _assumption(env: ShapeEnv | None, assumed: set[Any], checked: set[Any]) -> s
         env: collects what operators assume.
         assumed: what the program asserts.
         checked: what kernels of the graph check.
+        largest: upper bounds of data-dependent sizes.
     """
     if env is None:
         return ""
     asserted = {check.expr for checks in env.deferred_runtime_asserts.values() for check in checks}
-    largest = _upper_bounds(checked)
+    largest = {**largest, **_upper_bounds(checked)}
     for expr in (assumed | asserted) - checked:
         if not is_always_true(expr, {s: _range(env, s, largest.get(s)) for s in expr.free_symbols}):
             return str(expr)
