@@ -40,7 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
     queue_no_seeds()
-    list_composites_once()
     write_no_traces()
     gc.set_threshold(10_000, 10, 10)
     if name := config.getoption("--machine"):
@@ -75,24 +74,6 @@ def queue_no_seeds() -> None:
     for device, its_random in devices:
         if not device.is_available():
             its_random._lazy_call = lambda callable, **kwargs: None
-
-
-def list_composites_once() -> None:
-    """Look up PyTorch's composite operators by name only if their list has changed.
-
-    PyTorch does it twice per export for each namespace of operators: 80 ms of the 400 ms of a small export.
-    """
-    utils = importlib.import_module("torch._export.utils")
-    look_up, last_names = utils._materialize_cpp_cia_ops, None
-
-    def look_up_changed() -> None:
-        nonlocal last_names
-        names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-        if names != last_names:
-            look_up()
-            last_names = names
-
-    utils._materialize_cpp_cia_ops = look_up_changed
 
 
 def write_no_traces() -> None:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.export.exported_program import ExportedProgram
@@ -133,6 +133,49 @@ def composite_kernel(operator: Any, wrap: Callable[[Callable[..., Any]], Callabl
             yield
     finally:
         clear_cache(operator)
+
+
+def register_kernel(original: Callable[[Any, Any], Any], operator: Any, key: Any) -> Callable[[Any], Any]:
+    """Return a decorator that registers a Python kernel of an operator, as `original` does.
+
+    `original` first evaluates the annotations of the decorator, which takes most of its time.
+    """
+    if not _KERNELS.is_available or type(key) is not torch._C.DispatchKey or key == torch._C.DispatchKey.Python:
+        return cast(Callable[[Any], Any], original(operator, key))
+    clear_cache = _KERNELS.get()[2]
+
+    def register(kernel: Any) -> Any:
+        if key in operator.py_kernels:
+            return original(operator, key)(kernel)  # raises
+        operator.py_kernels[key] = kernel
+        clear_cache(operator)
+        return kernel
+
+    return register
+
+
+_composite_names: list[str] | None = None  # those that PyTorch last looked up
+
+
+def list_composites_once(original: Callable[[], None]) -> Callable[[], None]:
+    """Return a replacement of `original`, which looks up all composite operators in PyTorch's C++ registry by name.
+
+    The replacement reads the registry once, and looks up its operators only if another call has not done so.
+    """
+    is_current = False
+
+    def look_up() -> None:
+        nonlocal is_current
+        global _composite_names  # noqa: PLW0603  # the registry is global as well
+        if is_current:
+            return
+        names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if names != _composite_names:
+            original()
+            _composite_names = names
+        is_current = True
+
+    return look_up
 
 
 @contextmanager

@@ -196,6 +196,17 @@ SIZE_ARITHMETIC = {
         "add", "sub", "mul", "mod", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min",
     )
 }  # fmt: skip
+REGISTER_KERNEL = PatchPoint(
+    "torch._ops:OperatorBase.py_impl",
+    "evaluating its annotations takes most of the time of each of the 11 000 calls of run_decompositions",
+    "a capture that functionalizes takes a tenth longer",
+    "self k",
+)
+LIST_COMPOSITES = PatchPoint(
+    "torch._export.utils:_materialize_cpp_cia_ops",
+    "run_decompositions looks up the same 1000 composite operators by name for each namespace",
+    "a capture that functionalizes takes a tenth longer",
+)
 
 # Calls whose effect a graph would not repeat
 

@@ -19,6 +19,7 @@ from torch.fx.proxy import TracerBase
 from onnxtrain.capture import source_location
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.tracing_shortcuts import tracing_shortcuts
+from onnxtrain.torch_compat.decompositions import all_composites
 
 
 class Sizes(nn.Module):
@@ -53,7 +54,7 @@ class Layers(nn.Module):
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "sizes": (Sizes, (torch.zeros(4, 7), torch.zeros(6, 5))),
-    "layers": (Layers, (torch.zeros(2, 3, 9, 11), torch.ones(2, 20))),
+    "layers": (Layers, (torch.zeros(2, 3, 5, 7), torch.ones(2, 6))),
 }
 
 
@@ -155,3 +156,32 @@ def test_patches_are_undone_and_do_not_affect_other_threads() -> None:
     assert (TracerBase.create_node, SymNode._mul) == before  # type: ignore[attr-defined]
     assert describe(results[0]) == describe(export("sizes"))
     assert any("\n" in (n.stack_trace or "") for n in results[0].graph.nodes)
+
+
+def test_kernels_are_registered_as_by_pytorch() -> None:
+    operator, key = torch.ops.aten.matmul.default, torch._C.DispatchKey.AutogradHPU
+    before = dict(operator.py_kernels)
+    register = type(operator).py_impl
+    with capturing(), tracing_shortcuts():
+        assert type(operator).py_impl is not register
+        try:
+            assert operator.py_impl(key)(torch.matmul) is torch.matmul
+            assert operator.py_kernels == {**before, key: torch.matmul}
+            with pytest.raises(RuntimeError, match=r"override a python impl for DispatchKey\.AutogradHPU"):
+                operator.py_impl(key)(torch.mm)
+        finally:
+            del operator.py_kernels[key]
+        with pytest.raises(AssertionError, match="expected DispatchKey, got <class 'str'>"):
+            operator.py_impl("CPU")(torch.mm)
+    assert type(operator).py_impl is register
+
+
+def test_composites_are_listed_again_when_an_operator_is_defined() -> None:
+    name = "tests_of_shortcuts::composite"
+    with capturing(), tracing_shortcuts():
+        known = {op.name() for op in all_composites()}
+    with torch.library._scoped_library("tests_of_shortcuts", "DEF") as library:
+        library.define("composite(Tensor x) -> Tensor", tags=())
+        library.impl("composite", lambda x: x + 1, "CompositeImplicitAutograd")
+        with capturing(), tracing_shortcuts():
+            assert {op.name() for op in all_composites()} - known == {name}
