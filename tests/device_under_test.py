@@ -20,6 +20,17 @@ def device() -> torch.device:
     return _devices[0]
 
 
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Compare on the CPU in between."""
+    name = str(device())
+    set_device("cpu")
+    try:
+        yield
+    finally:
+        set_device(name)
+
+
 def random_state() -> torch.Tensor:
     """Return the state of the device's default generator."""
     return torch.cuda.get_rng_state() if device().type == "cuda" else torch.get_rng_state()

@@ -69,7 +69,7 @@ def test_the_formula_is_as_accurate_as_pytorchs(causal: bool, masked: bool) -> N
     mask = torch.randn(2, 1, 7, 9, generator=generator) if masked else None
     options = ScoreOptions(0.3, mask=mask, causal=causal)
     y, _ = formula(q, k, v, options)
-    results = y, *formula_backward(dy, q, k, v, y, options)
+    results = y, *formula_backward(dy, q, k, v, options)
 
     def eager(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]

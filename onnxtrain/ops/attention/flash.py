@@ -170,7 +170,7 @@ def attention_backward(
         return aten_kernels.CPU_FLASH_GRAD.get()(  # type: ignore[no-any-return]
             dy, q, k, v, y, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
         )
-    return formula_backward(dy, q, k, v, y, ScoreOptions(scale, mask=mask, causal=is_causal))
+    return formula_backward(dy, q, k, v, ScoreOptions(scale, mask=mask, causal=is_causal))
 
 
 def _compiled_is_faster(
@@ -241,8 +241,8 @@ def _lower_grad_compiled(n: NodeView, *inputs: Any) -> Call:
 
 
 def _lower_grad_dropout(n: NodeView, dy: Any, q: Any, k: Any, v: Any, mask: Any, *saved: Any) -> Call:
-    y, _, key, _ = saved
-    return Call(formula_backward, dy, q, k, v, y, score_options(n, mask), dropout_by_key(n, key))
+    _, _, key, _ = saved
+    return Call(formula_backward, dy, q, k, v, score_options(n, mask), dropout_by_key(n, key))
 
 
 def _has_dropout(n: NodeView, device: str) -> bool:

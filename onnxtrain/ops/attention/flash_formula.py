@@ -16,6 +16,7 @@ from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, ScoreOption
 from onnxtrain.ops.attention.scores import scale_number
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.softmax.softmax import safe_softmax
+from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
 Drop: TypeAlias = Callable[[Tensor], Tensor]  # dropout of a tensor [b, h, l, s]: the same elements in each call
@@ -42,7 +43,6 @@ def formula_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    y: Tensor,
     options: ScoreOptions,
     drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,8 +52,7 @@ def formula_backward(
     p = safe_softmax(scores, -1)
     wide_dy, wide_q = dy.to(p.dtype), q.to(p.dtype)
     dp = _dropped(torch.matmul(wide_dy, wide_v.mT), drop)
-    total = wide_dy * y if drop is None else dp * p
-    ds = (dp - total.sum(-1, keepdim=True)).mul_(p).mul_(scale_number(options.scale, q))
+    ds = aten_kernels.softmax_grad(dp, p, -1, p.dtype).mul_(scale_number(options.scale, q))
     dk, dv = torch.matmul(ds.mT, wide_q), torch.matmul(_dropped(p, drop).mT, wide_dy)
     return torch.matmul(ds, wide_k).to(q.dtype), sum_groups(dk, k).to(k.dtype), sum_groups(dv, v).to(v.dtype)
 

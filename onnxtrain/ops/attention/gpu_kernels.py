@@ -130,7 +130,7 @@ def attention_backward(
             ratio, [True, True, True, False], options.causal, scale=scale,
         )[:3]  # fmt: skip
     else:
-        return formula_backward(dy, q, k, v, y, options, None if no_state else _replayed_dropout(state, ratio))
+        return formula_backward(dy, q, k, v, options, None if no_state else _replayed_dropout(state, ratio))
     dq, dk, dv = gradients
     return dq, sum_groups(dk, k), sum_groups(dv, v)
 

@@ -153,7 +153,8 @@ def batch_norm_backward(
         mask4 = [*mask, False][:4]  # an op without a residual has three flags
         gradients = batch_norm_backward_channels_last(dy, x, scale, mean, inv_std, y, added, batch, mask4, compiled)
         return gradients[: len(mask)]
-    statistics = (None, None, mean, deviation) if batch else (mean, deviation, None, None)
+    missing = None if x.is_cpu else x.new_empty(0)  # the kernel for a GPU requires a defined tensor
+    statistics = (None, None, mean, deviation) if batch else (mean, deviation, missing, missing)
     dy = gradient_before_relu(dy, y, added)
     gradients = aten.native_batch_norm_backward.default(dy, x, scale, *statistics, batch, epsilon, mask[:3])
     return *gradients, *(dy if m else None for m in mask[3:])
