@@ -35,7 +35,7 @@ from onnxtrain.capture.effects.layout_changes import Layouts
 from onnxtrain.capture.effects.outside_changes import OutsideChanges
 from onnxtrain.capture.effects.outside_tensors import OutsideTensors
 from onnxtrain.capture.effects.random_generators import refuse_other_generators
-from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects
+from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects, attributes_kept
 from onnxtrain.capture.effects.written_views import WrittenView, written_views
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.constant_masks import positions_of_constant_masks
@@ -347,6 +347,7 @@ def _export(
     )
     try:
         with (
+            attributes_kept(wrapper.module),
             OutsideChanges(),
             decisions.recording(),
             tracing_shortcuts(),

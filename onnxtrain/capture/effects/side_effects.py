@@ -229,6 +229,21 @@ class SideEffects:
         _restore(self._first)
 
 
+@contextmanager
+def attributes_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Restore on exit the objects in the attributes of all submodules.
+
+    torch.export assigns a copy of each list, dict and tuple to its attribute. Another module or the user's code may
+    have the original, and change it later: the copy would keep the old contents.
+    """
+    before = [(submodule.__dict__, submodule.__dict__.copy()) for submodule in module.modules()]
+    try:
+        yield
+    finally:
+        for attributes, originals in before:
+            attributes.update({n: value for n, value in originals.items() if attributes.get(n) is not value})
+
+
 def _restore(copies: Sequence[_Copy]) -> None:
     for _, holder, before in copies:
         if not _changes("", holder, before):

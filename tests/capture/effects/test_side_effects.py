@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,36 @@ def test_a_first_call_with_stored_captures(build: type[nn.Module], tmp_path: Pat
             warnings.simplefilter("ignore")
             results = [wrapped(x), wrapped(x)]
         assert_matches(results, lambda eager, x: [eager(x), eager(x)], eager, x)
+
+
+class ReadsShared(Base):
+    """Two modules and the user's code have the same containers."""
+
+    def __init__(self, shared: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.shared = self.inner.shared = shared  # type: ignore[assignment]  # no tensor
+        self.scales, self.inner.options = shared[:2]  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        assert not fails
+        options: dict[str, Any] = self.inner.options  # type: ignore[assignment]
+        return self.inner(x) * self.scales[0] * options["nested"]["scale"] + self.shared[2][-1]  # type: ignore[no-any-return,index]
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in PyTorch:UserWarning")
+@pytest.mark.parametrize("fails", [False, True], ids=["captured", "not captured"])
+def test_containers_stay_those_of_the_user(fails: bool) -> None:
+    scales, options, offsets = [1.0], {"nested": {"scale": 2.0}}, deque([3.0])
+    module = ReadsShared((scales, options, offsets))
+    before, x = module.shared, torch.randn(3, WIDTH)
+    ours = ORTModule(module)
+    if fails:
+        with pytest.raises(AssertionError):
+            ours(x, fails=True)
+    for number in (1.0, 4.0, 5.0):
+        scales[0] = options["nested"]["scale"] = number
+        offsets.append(number)
+        assert_matches(ours(x), lambda inner, x: inner(x) * number * number + number, module.inner, x)  # noqa: B023
+        assert module.shared is module.inner.shared is before
+        assert module.scales is scales
+        assert module.inner.options is options
