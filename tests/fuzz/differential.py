@@ -40,7 +40,7 @@ DOCUMENTED = (
         "in place where autograd does not see it",
     ),
     ("changes a parameter", r"\.data\b|no_grad|detach|\.view\(torch\.", "a parameter is changed"),
-    ("decides in Python by the elements", "gaussian_nll_loss", "F.gaussian_nll_loss decides by elements in Python"),
+    ("branches in Python on tensor values", "gaussian_nll_loss", "F.gaussian_nll_loss decides by elements in Python"),
     ("PendingUnbackedSymbolNotFound", "torch.combinations", "torch.combinations"),
     (
         "changes the shape or strides of its argument",

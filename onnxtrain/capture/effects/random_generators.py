@@ -47,7 +47,7 @@ def refuse_other_generators(module: torch.nn.Module) -> Iterator[None]:
                 advanced.append(generator.name)
     if advanced:
         raise CaptureError(
-            "forward samples from a random generator outside the graph, whose sample the graph would repeat",
+            "forward samples from a random generator other than PyTorch's, and a graph would repeat that sample",
             where=type(module).__name__,
             expected="samples from PyTorch's default generator",
             got=f"samples from {', '.join(advanced)}",

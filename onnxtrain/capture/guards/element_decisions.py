@@ -142,11 +142,11 @@ def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.f
             reads_parameters = reads_parameters or bool(node.users)
     if obstacle := _obstacle(calls, answered, reads_parameters=reads_parameters):
         raise CaptureError(
-            "forward decides in Python by the elements of a tensor (data-dependent control flow)",
+            "forward branches in Python on tensor values (data-dependent control flow)",
             where=where,
-            expected=f"at most {_MOST_DECISIONS} decisions, from arguments, each in at most {_MOST_NODES} operators",
+            expected=f"at most {_MOST_DECISIONS} branches, on values that {_MOST_NODES} operators compute from inputs",
             got=obstacle,
-            todo="the module runs in PyTorch; decide by a Python argument, or compute both branches with torch.where",
+            todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
         )
     return graph, tuple(lifted)
 

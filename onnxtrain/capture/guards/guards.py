@@ -204,7 +204,7 @@ class Guards:
         reason = self._proof.reason(binding)
         if reason:
             raise CaptureError(
-                "the graph would be valid for some numbers of selected elements only",
+                "the graph would be valid only for certain numbers of selected elements",
                 got=reason,
                 todo="the module runs in PyTorch; compute on all elements with a mask instead of selecting some",
             )

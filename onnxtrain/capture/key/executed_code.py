@@ -111,7 +111,7 @@ class ExecutedCode:
 
     def _user_code(self) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
         if not self.is_complete:
-            raise NotStorableError("a profiler is active, so that onnxtrain cannot record the code that forward runs")
+            raise NotStorableError("a profiler is active, so onnxtrain cannot record the code that forward runs")
         for code, scope in self._recorded.values():
             if is_known_by_version(code.co_filename) or _is_generated(code, scope) or id(code) in self._generated:
                 continue

@@ -101,7 +101,7 @@ def _builder(container: type, key: Any, count: int) -> tuple[Hashable, Callable[
         return count, container
     if dataclasses.is_dataclass(container) and {field.name for field in dataclasses.fields(container)} >= set(key):
         return tuple(key), dataclass_builder(container, key)
-    raise ValueError(f"{container.__qualname__} is no container of an output")
+    raise ValueError(f"{container.__qualname__} is not a container that an output may have")
 
 
 def _original_key(node: Node) -> Any:
