@@ -243,18 +243,26 @@ def _on_fakes(node: Node, state: State) -> Iterator[tuple[Any, Any]]:
     """Enter this autocast state, without adding guards or symbols, and yield the fake arguments of a call."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     modes = [v.fake_mode for v in pytree.tree_leaves((args, kwargs)) if hasattr(v, "fake_mode")]
-    dtypes = dict(state)
     with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            is_on = device in dtypes
-            if is_on or torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, dtypes.get(device), enabled=is_on, cache_enabled=False))
+        stack.enter_context(autocast(state))
         for mode in modes[:1]:
             stack.enter_context(mode)
             if mode.shape_env is not None:
                 stack.enter_context(mode.shape_env.suppress_guards())
                 stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
         yield args, kwargs
+
+
+@contextmanager
+def autocast(state: State) -> Iterator[None]:
+    """Enter an autocast state: on for its devices, off for the others."""
+    dtypes = dict(state)
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            is_on = device in dtypes
+            if is_on or torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, dtypes.get(device), enabled=is_on, cache_enabled=False))
+        yield
 
 
 def result_dtypes(results: Any) -> list[torch.dtype]:

@@ -10,14 +10,13 @@ to PyTorch's functionalization.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from onnxtrain.capture.functionalize.autocast import is_listed, result_dtypes
+from onnxtrain.capture.functionalize.autocast import autocast, is_listed, result_dtypes
 from onnxtrain.ops.aten_node import AutocastState as State
 from onnxtrain.ops.recurrent.capture import OPERATORS as RECURRENT
 from onnxtrain.torch_compat import pytree
@@ -82,14 +81,7 @@ class _CallRecorder(TorchDispatchMode):
         self.calls: list[tuple[str, list[torch.dtype]]] = []
         self.casts: list[tuple[torch.Tensor, torch.dtype]] = []
         self._tensors = [value for value in pytree.tree_leaves(arguments) if isinstance(value, FakeTensor)]
-        dtypes = dict(state)
-        with ExitStack() as stack:
-            for device in ("cpu", "cuda"):
-                is_on = device in dtypes
-                if is_on or torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, dtypes.get(device), enabled=is_on, cache_enabled=False))
-            stack.enter_context(self._tensors[0].fake_mode)
-            stack.enter_context(self)
+        with autocast(state), self._tensors[0].fake_mode, self:
             args, kwargs = arguments
             self.dtypes = result_dtypes(node.target(*args, **kwargs))  # type: ignore[operator]  # an OpOverload
 

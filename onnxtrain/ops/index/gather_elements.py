@@ -30,7 +30,7 @@ from onnxtrain.ops.index.negative_indices import (
     wrap_negative,
     wrap_negative_in_axis,
 )
-from onnxtrain.ops.index.scatter_gradient import IndexedAccess, scatter_gradient
+from onnxtrain.ops.index.scatter_gradient import TORCH_REDUCTIONS, IndexedAccess, scatter_gradient
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import zeros
@@ -154,7 +154,6 @@ GATHER_ELEMENTS_GRAD = define_movement(
 
 # ScatterElements
 
-_TORCH_REDUCTIONS = {"mul": "prod", "max": "amax", "min": "amin"}
 _ONNX_REDUCTIONS = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
 
 
@@ -165,7 +164,7 @@ def _lower_scatter(n: NodeView, x: Any, indices: Any, updates: Any) -> Call:
         return Call(torch.scatter, x, axis, indices, updates)
     if n.reduction == "add":
         return Call(torch.scatter_add, x, axis, indices, updates)
-    return Call(torch.scatter_reduce, x, axis, indices, updates, _TORCH_REDUCTIONS[n.reduction], include_self=True)
+    return Call(torch.scatter_reduce, x, axis, indices, updates, TORCH_REDUCTIONS[n.reduction], include_self=True)
 
 
 def _scatter_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value | None, None, ir.Value | None]:

@@ -23,7 +23,7 @@ from onnxtrain.ops.constructors import same_as
 from onnxtrain.ops.definition import Call, Kernel, NodeView
 from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros
 from onnxtrain.ops.index.negative_indices import wrap_negative
-from onnxtrain.ops.index.scatter_gradient import IndexedAccess, scatter_gradient
+from onnxtrain.ops.index.scatter_gradient import TORCH_REDUCTIONS, IndexedAccess, scatter_gradient
 from onnxtrain.ops.reshape.movement import axis_names, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import arange, vector_along, zeros
 from onnxtrain.ops.symbolic_ints import required_ints
@@ -149,8 +149,6 @@ GATHER_ND_GRAD = define_movement(
 
 # ScatterND: an update replaces an element, or is reduced with it.
 
-_TORCH_REDUCTIONS = {"mul": "prod", "max": "amax", "min": "amin"}
-
 
 def _scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
     return torch.index_put(x, indices.unbind(-1), updates)
@@ -173,8 +171,8 @@ def _scatter_nd_reduce(x: torch.Tensor, indices: torch.Tensor, updates: torch.Te
 
 
 def _lower_scatter_nd(n: NodeView, x: Any, indices: Any, updates: Any) -> Call:
-    if n.reduction in _TORCH_REDUCTIONS:
-        return Call(_scatter_nd_reduce, x, indices, updates, _TORCH_REDUCTIONS[n.reduction])
+    if n.reduction in TORCH_REDUCTIONS:
+        return Call(_scatter_nd_reduce, x, indices, updates, TORCH_REDUCTIONS[n.reduction])
     if n.reduction not in ("none", "add") or _depth(n.indices) == 0:
         raise GraphError(
             "ScatterND has an unsupported reduction or no coordinates",

@@ -1,4 +1,4 @@
-"""The gradient of ScatterElements and ScatterND, for each reduction."""
+"""The reductions of ScatterElements and ScatterND, and the gradient for each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.ops.definition import NodeView
 
 Grads = tuple[ir.Value | None, None, ir.Value | None]
+
+TORCH_REDUCTIONS = {"mul": "prod", "max": "amax", "min": "amin"}  # scatter_reduce's names for those of ai.onnx
 
 
 @dataclass(frozen=True)
