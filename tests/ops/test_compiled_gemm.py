@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import platform
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from onnxtrain.native import Library, compiler
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.matmul.compiled_gemm import LIBRARY, gemm
 from onnxtrain.ops.native_kernels import NOTE
@@ -21,7 +19,7 @@ from onnxtrain.testing import assert_no_worse_than_eager
 from tests import op_case
 from tests.op_case import CaseCheck
 from tests.ops import cases_matmul
-from tests.ops.compiled_candidates import compiled, let_cases_compile
+from tests.ops.compiled_candidates import compiled, compiled_for, let_cases_compile, on_other_processors
 from tests.ops.test_compiled_kernels import counting
 from tests.reference import assert_matches
 
@@ -130,16 +128,10 @@ def test_only_wide_outputs_are_tried() -> None:
     assert kernel.seconds(view, wide, machine) > definition.candidates(node, "cpu")[0].seconds(view, wide, machine)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+@on_other_processors
 def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
-    flags = compiler.flags()
-    monkeypatch.setattr(compiler, "flags", lambda **_: (*flags[:-1], f"-march={processor}"))
-    library = Library(LIBRARY.name, LIBRARY.source, LIBRARY.signatures)
-    assert library.wait(), library.failure
-    for sizes, transposed in itertools.gemm(SIZES, (False, True)):
+    library = compiled_for(processor, LIBRARY, monkeypatch, tmp_path)
+    for sizes, transposed in itertools.product(SIZES, (False, True)):
         counts: Counter[str] = Counter()
         monkeypatch.setattr(LIBRARY, "functions", counting(library, counts))
         test_all_sizes(sizes, transposed, 2, counts)

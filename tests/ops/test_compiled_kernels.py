@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from onnxtrain import ORTModule
-from onnxtrain.native import Library, compiler
+from onnxtrain.native import Library
 from onnxtrain.ops import builder
 from onnxtrain.ops.activation import compiled_kernels as activations
 from onnxtrain.ops.attention import compiled_kernels, flash
@@ -40,6 +39,7 @@ from tests.ops import (
     cases_norm,
 )
 from tests.ops.captures import FunctionModule
+from tests.ops.compiled_candidates import compiled_for, on_other_processors
 from tests.reference import assert_matches
 
 pytestmark = pytest.mark.compiler
@@ -746,20 +746,13 @@ def test_lstm_module_runs_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -
     assert counts == {"forward_float": 3, "backward_float": 3}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+@on_other_processors
 def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The kernels compiled for processors without AVX-512 and without AVX: the same masks and gradients."""
-    monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
-    flags = compiler.flags()
-    monkeypatch.setattr(compiler, "flags", lambda **_: (*flags[:-1], f"-march={processor}"))
     others = (activations.LIBRARY, rms_norm_kernels.LIBRARY, compiled_lstm.LIBRARY)
     for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, cross_entropy.LIBRARY, *others):
         assert library.wait()
-        narrow = Library(library.name, library.source, library.signatures)
-        assert narrow.wait(), narrow.failure
-        monkeypatch.setattr(library, "functions", narrow.functions)
+        monkeypatch.setattr(library, "functions", compiled_for(processor, library, monkeypatch, tmp_path).functions)
     for dtype in (torch.float32, torch.float64):
         test_attention_with_dropout_matches_autograd_with_the_same_mask((33, 70), (64, 48), 2, True, dtype)
         test_masked_attention_matches_autograd("left-padding", dtype)

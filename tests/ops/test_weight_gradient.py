@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import platform
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from onnxtrain import ORTModule
 from onnxtrain.execute.kernel_choice import trial, tuned_program
 from onnxtrain.execute.kernel_choice.stored import file_of, load
 from onnxtrain.execute.kernel_choice.times import SAMPLES, Answer
-from onnxtrain.native import Library, compiler
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients, weight_gradient
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.op_case import CaseCheck, OpCase
 from tests.ops import cases_convolution
-from tests.ops.compiled_candidates import compiled, let_cases_compile
+from tests.ops.compiled_candidates import compiled, compiled_for, let_cases_compile, on_other_processors
 from tests.ops.test_compiled_kernels import counting
 
 pytestmark = pytest.mark.compiler
@@ -126,15 +124,9 @@ def test_gradient_of_empty_tensors_is_zero(empty: str, calls: Counter[str]) -> N
     assert not calls
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+@on_other_processors
 def test_other_vector_lengths(processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ONNXTRAIN_CACHE_DIR", str(tmp_path))
-    flags = compiler.flags()
-    monkeypatch.setattr(compiler, "flags", lambda **_: (*flags[:-1], f"-march={processor}"))
-    library = Library(LIBRARY.name, LIBRARY.source, LIBRARY.signatures)
-    assert library.wait(), library.failure
+    library = compiled_for(processor, LIBRARY, monkeypatch, tmp_path)
     for geometry, layout in itertools.product(GEOMETRIES, (torch.channels_last, torch.contiguous_format)):
         counts: Counter[str] = Counter()
         monkeypatch.setattr(LIBRARY, "functions", counting(library, counts))
