@@ -1,4 +1,4 @@
-"""Generate reference pages: options, operators, the command line and error messages.
+"""Generate reference pages: options, operators, the command line, error messages and private parts of PyTorch.
 
 `python tools/reference_pages.py docs/reference` writes them; `docs/conf.py` does the same in a build of the
 documentation. They are generated from the package's own tables, and not edited by hand.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from pkgutil import iter_modules
 
-from onnxtrain import cli, errors
+from onnxtrain import cli, errors, torch_compat
 from onnxtrain.cli import ops as ops_command
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.ops import FROM_TORCH, OPS, interfaces
@@ -24,6 +24,7 @@ from onnxtrain.options import JSON_VARIABLE, PROCESS_VARIABLES, Knob, knobs
 from onnxtrain.options.former import FORMER, FormerOption
 from onnxtrain.options.json_file import KEYS
 from onnxtrain.options.without_effect import JSON_KEYS, VARIABLES
+from onnxtrain.torch_compat.internal import ENTRIES, VARIABLE
 from tools.unsupported import (
     ONNX_OPERATORS,
     PYTORCH_AT_RUN_TIME,
@@ -311,6 +312,35 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{character}" if character in "*_`[]<>|$" else character for character in text)
 
 
+# ----------------------------------------------------------------------------------------------------------- internals
+
+_INTERNALS = f"""\
+# Private parts of PyTorch
+
+Only `onnxtrain/torch_compat` uses private parts of PyTorch. Each one has an entry there, whose behaviour is checked at
+first use. If a part is missing or fails its check, its fallback takes its place: either it is slower and gives the same
+results, or the module runs in PyTorch. The log names the part at INFO.
+
+`{VARIABLE}=name,name` uses the fallbacks of these entries; `all` stands for every
+entry that is not required. Slow tests train models without each entry and without all
+(`tests/torch_compat/test_without_internals.py`).
+"""
+
+
+def internals_page() -> str:
+    """Return a table of entries for each module of `torch_compat`."""
+    modules = [f"{torch_compat.__name__}.{m.name}" for m in iter_modules(torch_compat.__path__)]
+    parts = [_INTERNALS]
+    for module in map(importlib.import_module, modules):
+        entries = [entry for entry in ENTRIES.values() if entry.module == module.__name__]
+        if entries:
+            title = module.__name__.rpartition(".")[2]
+            about = (module.__doc__ or "").split("\n\n")[0]
+            rows = "".join(f"| `{e.name}` | {e.why} | {e.cost} |\n" for e in entries)
+            parts.append(f"## {title}\n\n{about}\n\n| entry | used because | without it |\n|---|---|---|\n{rows}")
+    return "\n".join(parts)
+
+
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -325,6 +355,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "operators.md": operators_page,
     "command-line.md": command_line_page,
     "errors.md": errors_page,
+    "internals.md": internals_page,
 }
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from onnxtrain.ops.python_function.run_context import rerun_until_settled
 from onnxtrain.plan.storage import bind_symbols
 from onnxtrain.torch_compat import attention_switches, autograd, dispatch
 from onnxtrain.torch_compat.dynamo import untraced
-from onnxtrain.torch_compat.tensors import storage_id
+from onnxtrain.torch_compat.tensors import storage_id, version_of
 
 Flags = tuple[bool, ...]
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
@@ -314,7 +314,7 @@ class _Boundary(torch.autograd.Function):
         outputs, sizes = unit.forward.run(tensors, ())
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*outputs[1:])
-        ctx.call = unit, tensors, [tensors[i]._version for i in unit.unsaved_inputs], sizes
+        ctx.call = unit, tensors, [version_of(tensors[i]) for i in unit.unsaved_inputs], sizes
         return (outputs[0].detach(),) if unit.lone_views else outputs[:1]
 
     @staticmethod
@@ -367,7 +367,7 @@ def run_and_save(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
     results = outputs[: unit.num_results]
     if unit.lone_views:  # detach() shares memory and version, and to autograd its result is no view
         results = tuple(r.detach() if i in unit.lone_views else r for i, r in enumerate(results))
-    ctx.call = unit, tensors, () if unit.is_inference else [tensors[i]._version for i in unit.unsaved_inputs], sizes
+    ctx.call = unit, tensors, () if unit.is_inference else [version_of(tensors[i]) for i in unit.unsaved_inputs], sizes
     if unit.several_differentiable:
         ctx.results = [(r.shape, r.dtype, r.device) for r in results]
     if unit.nondifferentiable:
@@ -451,11 +451,11 @@ def differentiable_backward(
     )
     _ = ctx.saved_tensors  # raises if one of them was changed
     for index, version in zip(unit.unsaved_inputs, versions, strict=False):
-        if tensors[index]._version != version and index not in unit.mutations:
+        if version_of(tensors[index]) != version and index not in unit.mutations:
             raise KernelError(
                 "an input of the module was changed in place between forward and backward(create_graph=True)",
                 expected=f"input {index} at version {version}, as in forward",
-                got=f"version {tensors[index]._version}",
+                got=f"version {version_of(tensors[index])}",
                 todo="change it after backward, or change a copy",
             )
     if unit.is_random:

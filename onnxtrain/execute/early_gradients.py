@@ -36,6 +36,7 @@ from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat import autograd
 from onnxtrain.torch_compat.dynamo import untraced
+from onnxtrain.torch_compat.tensors import version_of
 
 
 class StagedProgram:
@@ -83,7 +84,7 @@ class StagedRun:
         read = set[ir.Value]().union(*program.last_reads)
         self._tensors = {v: t for v, t in zip(program.part.inputs, arguments, strict=True) if v in read}
         self._sizes = dict(zip(program.part.sizes_in, sizes, strict=True))
-        self._versions = {value: tensor._version for value, tensor in self._tensors.items()}
+        self._versions = {value: version_of(tensor) for value, tensor in self._tensors.items()}
 
     def advance(self) -> list[torch.Tensor | None]:
         """Run the next stage; returns the gradients of its group.
@@ -97,12 +98,12 @@ class StagedRun:
         self._stage += 1
         part, tensors = program.part, self._tensors
         for value in last_reads:
-            if value in self._versions and tensors[value]._version != self._versions[value]:
+            if value in self._versions and version_of(tensors[value]) != self._versions[value]:
                 raise KernelError(
                     "a tensor that backward reads was changed in place while backward ran",
                     where=value.name,
                     expected=f"version {self._versions[value]}",
-                    got=f"version {tensors[value]._version}",
+                    got=f"version {version_of(tensors[value])}",
                     todo="change it in a hook of its own gradient, or after backward",
                 )
         arguments = [tensors.pop(value) if value in last_reads else tensors[value] for value in part.inputs]

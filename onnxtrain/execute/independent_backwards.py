@@ -16,6 +16,7 @@ import torch
 from onnxtrain.execute.boundary import Flags, Unit, backward_context, differentiable_backward, random_state
 from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.torch_compat.dynamo import untraced
+from onnxtrain.torch_compat.tensors import version_of
 
 
 class IndependentBoundary:
@@ -54,7 +55,7 @@ class _Run:
     def __init__(self, boundary: IndependentBoundary, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
         self.boundary, self.unit, self.tensors = boundary, unit, tensors
         self.random_state = random_state(tensors) if unit.is_random else None
-        self.versions = [] if unit.is_inference else [tensors[i]._version for i in unit.unsaved_inputs]
+        self.versions = [] if unit.is_inference else [version_of(tensors[i]) for i in unit.unsaved_inputs]
         with torch.no_grad():
             self.outputs, self.sizes = unit.run(tensors)
 

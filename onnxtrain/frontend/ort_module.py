@@ -238,7 +238,8 @@ class ORTModule(torch.nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the hooks of the wrapper, as `nn.Module.compile` does; the wrapped module runs as a graph."""
-        self.__dict__["_compiled_call_impl"] = torch.compile(self._call_impl, *args, **kwargs)
+        self.__dict__.setdefault("_compiled_call_impl", None)  # else the wrapped module would get the attribute
+        super().compile(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> Any:
         raise NotImplementedError("ORTModule does not run under torch.nn.DataParallel: use DistributedDataParallel")

@@ -73,6 +73,11 @@ class Internal(Generic[T]):
         return self._resolved[0]
 
     @property
+    def module(self) -> str:
+        """The name of the module that defines the entry."""
+        return self._find.__module__
+
+    @property
     def is_available(self) -> bool:
         """Whether `get` returns PyTorch's own part, not the fallback."""
         self.get()

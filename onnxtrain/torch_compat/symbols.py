@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from onnxtrain.torch_compat.fake_tensors import FakeTensorMode
 from onnxtrain.torch_compat.internal import Internal, required
 
 functions: types.ModuleType = required(
@@ -89,13 +91,33 @@ def _example() -> Any:
     return SymNode(sympy.Integer(3), ShapeEnv(), int, 3)
 
 
+@functools.cache
+def _environment_without_replacements() -> Any:
+    return ShapeEnv()
+
+
+def _expression_as_traced(node: Any) -> Any:
+    """Read the expression from a copy of the node, in whose environment no symbol equals another."""
+    return node.with_shape_env(_environment_without_replacements()).expr
+
+
+def _keeps_replaced_symbols(read: Callable[[Any], Any]) -> bool:
+    """Return whether the expression of a size has its own symbol after a guard that it equals another size."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
+    a, b = (cast(torch.SymInt, mode.from_tensor(torch.empty(3), static_shapes=False).shape[0]) for _ in range(2))
+    before = read(a.node), read(b.node)
+    is_replaced = bool(a == b) and a.node.expr == b.node.expr  # the comparison adds a guard
+    return is_replaced and (read(a.node), read(b.node)) == before and before[0] != before[1]
+
+
 node_expression = Internal[Callable[[Any], Any]](
     "node_expression",
     lambda: attrgetter("_expr"),
-    why="the expression as traced; the public property replaces symbols by equal ones, which adds guards",
-    fallback=attrgetter("expr"),
-    cost="modules that specialize on a size of an input run in PyTorch",
+    why="the expression as traced; the public property replaces equal symbols, whose equality guards would then miss",
+    fallback=_expression_as_traced,
+    cost="a capture takes somewhat longer",
     check=lambda read: read(_example()) == 3,
+    agrees=_keeps_replaced_symbols,
 ).get()
 
 

@@ -8,8 +8,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from onnxtrain.torch_compat.internal import Internal, missing
+from onnxtrain.torch_compat.internal import Internal, missing, required
 
 
 def _storage_identity(tensor: torch.Tensor) -> int:
@@ -17,9 +18,10 @@ def _storage_identity(tensor: torch.Tensor) -> int:
     return identity
 
 
-def _storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of the memory; for a storage without memory, the negative id of the tensor."""
-    return tensor.untyped_storage().data_ptr() or -id(tensor)
+def _weak_identity(tensor: torch.Tensor) -> int:
+    """Return the identity of the storage by way of a weak reference, which fake tensors have as well."""
+    identity: int = StorageWeakRef(tensor.untyped_storage()).cdata
+    return identity
 
 
 def _distinguishes_storages(storage_id: Callable[[torch.Tensor], int]) -> bool:
@@ -31,9 +33,10 @@ storage_id = Internal[Callable[[torch.Tensor], int]](
     "storage_id",
     lambda: _storage_identity,
     why="tells whether two tensors share a storage, even one without memory (fake and empty tensors)",
-    fallback=_storage_address,
-    cost="empty tensors that share a storage are not recognized as views of each other",
+    fallback=_weak_identity,
+    cost="a capture takes somewhat longer",
     check=_distinguishes_storages,
+    agrees=lambda part: all(part(t) == _weak_identity(t) for t in (torch.empty(0), torch.empty(2), torch.empty(2)[1:])),
 ).get()
 
 is_view = Internal[Callable[[torch.Tensor], bool]](
@@ -88,14 +91,13 @@ empty_strided_cpu = Internal[Callable[[Sequence[int], Sequence[int], torch.dtype
     agrees=lambda part: part((2, 3), (1, 2), torch.int64).shape == (2, 3),
 ).get()
 
-version_of = Internal[Callable[[torch.Tensor], int]](
+version_of: Callable[[torch.Tensor], int] = required(
     "version_of",
     lambda: attrgetter("_version"),
-    why="counts the mutations of a tensor and its views; no public function does",
-    fallback=missing("version_of"),
-    cost="modules with constants or custom autograd functions run in PyTorch",
+    "counts the mutations of a tensor and its views, which backward must notice; no public function does",
     check=lambda part: part(torch.zeros(1).add_(1)) == 1,
-).get()
+    fallback=missing("version_of"),
+)
 
 
 def _one_reference(tensor: torch.Tensor) -> int:

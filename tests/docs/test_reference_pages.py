@@ -11,6 +11,7 @@ from onnxtrain.options import PROCESS_VARIABLES, knobs
 from onnxtrain.options.former import FORMER
 from onnxtrain.options.json_file import KEYS
 from onnxtrain.options.without_effect import JSON_KEYS, VARIABLES
+from onnxtrain.torch_compat.internal import ENTRIES
 from tools import reference_pages
 
 
@@ -46,6 +47,12 @@ def test_errors() -> None:
     assert {name for name, each in vars(errors).items() if isinstance(each, type)} == set(sections(page))
     assert "* Unknown option." in page
     assert "* The model is not prepared." in page
+
+
+def test_internals() -> None:
+    page = reference_pages.internals_page()
+    assert all(f"| `{name}` |" in page for name in ENTRIES)
+    assert "## symbols" in page
 
 
 def test_a_current_page_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ ATTRIBUTES = {
     "_is_view": "tensors.is_view",
     "_overloadname": "operators.name_and_overload",
     "_schema": "operators.schema_of",
+    "_version": "tensors.version_of",
 }
 
 
@@ -34,7 +35,7 @@ def private_names(source: str) -> Iterator[str]:
             yield from (a.value for a in node.args if isinstance(a, ast.Constant) and _is_private(str(a.value)))
         elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             name = _dotted(node, names)
-            if node.attr in ATTRIBUTES or _is_private(name):
+            if (node.attr in ATTRIBUTES and ast.unparse(node.value) != "self") or _is_private(name):
                 yield name or f"….{node.attr}"
 
 
@@ -91,6 +92,7 @@ def test_only_the_door_names_private_parts_of_pytorch() -> None:
         "from torch.export import exported_program as e\ne._decompose",
         "import importlib\nimportlib.import_module('torch._inductor')",
         "def f(tensor): return tensor.untyped_storage()._cdata",
+        "def f(tensors): return [tensor._version for tensor in tensors]",
     ],
 )
 def test_private_names_are_found(source: str) -> None:

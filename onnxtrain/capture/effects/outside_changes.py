@@ -20,6 +20,7 @@ from onnxtrain.capture import source_location
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.modes import is_transformed
 from onnxtrain.torch_compat.pytree import tree_leaves
+from onnxtrain.torch_compat.tensors import version_of
 
 _REAL_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -45,7 +46,7 @@ class OutsideChanges(TorchFunctionMode):
             for leaf in _real_tensors(args, kwargs):
                 if id(leaf) not in self._before and not self._is_created(leaf):
                     line = source_location.of_trace(source_location.stack_trace(sys._getframe(1)))
-                    self._before[id(leaf)] = leaf, _copy(leaf), leaf._version, line
+                    self._before[id(leaf)] = leaf, _copy(leaf), version_of(leaf), line
         result = function(*args, **kwargs)
         if type(result) in _REAL_TYPES and all(map(self._is_created, _real_tensors(args, kwargs))):
             self._created[id(result)] = result
@@ -56,7 +57,7 @@ class OutsideChanges(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        changed = [(t, before, line) for t, before, version, line in self._before.values() if t._version != version]
+        changed = [(t, before, line) for t, before, version, line in self._before.values() if version_of(t) != version]
         self._before.clear()
         with torch.no_grad():
             for tensor, before, _ in changed:

@@ -27,6 +27,7 @@ from torch.fx.node import map_arg
 from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.size_decisions import InputDim
 from onnxtrain.torch_compat.fake_tensors import FakeTensorMode
+from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.pytree import tree_leaves
 from onnxtrain.torch_compat.symbols import is_always_true, is_data_dependent, size_range, unreplaced_expression
 
@@ -346,9 +347,13 @@ def _changes_nothing(node: Node, renamed: dict[Any, Any]) -> bool:
 
     False for `detach` and `alias`, which take no sizes.
     """
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or len(node.args) + len(node.kwargs) < 2 or not isinstance(node.args[0], Node):
+    if (
+        not isinstance(node.target, OpOverload)
+        or len(node.args) + len(node.kwargs) < 2
+        or not isinstance(node.args[0], Node)
+    ):
         return False
+    schema = schema_of(node.target)
     if len(schema.returns) != 1 or schema.returns[0].alias_info is None or schema.returns[0].alias_info.is_write:
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
