@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,7 +236,7 @@ def test_only_subscribers_subscribe() -> None:
 # Merging two runs
 
 
-def test_merged_files_can_be_compared(tmp_path: Path) -> None:
+def test_merged_files_can_be_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path / "pt", graph=False)
     trained(tmp_path / "ort", graph=True, end_step=2)
     (tmp_path / "ort" / "step_0" / "ReLU_4_0th_output_forward").unlink()
@@ -248,10 +248,11 @@ def test_merged_files_can_be_compared(tmp_path: Path) -> None:
         "--output_dir",
         str(tmp_path / "m"),
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "onnxtrain.observe.hooks.merge_activation_summary", *command], check=True
-    )
-    assert done.returncode == 0
+    monkeypatch.setattr(sys, "argv", ["merge_activation_summary", *command])
+    monkeypatch.delitem(sys.modules, "onnxtrain.observe.hooks.merge_activation_summary")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("onnxtrain.observe.hooks.merge_activation_summary", run_name="__main__")
+    assert ended.value.code == 0
     found = files(tmp_path / "m")
     assert sorted(found) == [f"merge_{run}/step_{step}_.txt" for run in ("ort", "pt") for step in (0, 1)]
     assert without_digits(found["merge_pt/step_1_.txt"]) == without_digits(found["merge_ort/step_1_.txt"])

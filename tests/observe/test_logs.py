@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import pdb
 import re
 import subprocess
 import sys
@@ -18,7 +20,6 @@ from onnxtrain.observe import logs
 from onnxtrain.observe.logs import DEVINFO
 from onnxtrain.system import ranks
 from onnxtrain.system.cache_folder import VARIABLE, cache_folder
-from tests.limits import WAIT_LIMIT_S
 
 LOG = logging.getLogger("onnxtrain")
 
@@ -174,6 +175,7 @@ train()
 """
 
 
+@pytest.mark.slow  # test_process.py asks the same of a smaller module
 @pytest.mark.compiler  # without one, a warning says so
 def test_training_logs_nothing_by_default_and_the_report_at_info() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "ORTMODULE_LOG_LEVEL"} | {
@@ -222,29 +224,24 @@ def test_handlers_of_the_program_take_precedence(
     assert capsys.readouterr() == ("a message\n", "")
 
 
-def test_a_debugger_in_forward_can_use_the_terminal(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\n"
-        "from onnxtrain import ORTModule\n"
-        "class Net(torch.nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        y = x * 2\n"
-        "        breakpoint()\n"
-        "        return y + 1\n"
-        "print(ORTModule(Net())(torch.ones(3)).sum().item())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": "pdb.set_trace"},
-        input="p 'seen', tuple(y.shape)\nc\n" * 2,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_LIMIT_S,
-        check=True,
-    )
-    assert "('seen', (3,))" in done.stdout
-    assert done.stdout.rstrip().endswith("9.0")
+def test_a_debugger_in_forward_can_use_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            breakpoint()
+            return y + 1
+
+    def debug() -> None:  # pdb.set_trace, which pytest replaces
+        pdb.Pdb(stdin=sys.stdin, stdout=sys.stdout).set_trace(sys._getframe(1))
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p 'seen', tuple(y.shape)\nc\n" * 2))
+    monkeypatch.setattr(sys, "breakpointhook", debug)
+    y = ORTModule(Net())(torch.ones(3))
+    out = capfd.readouterr().out
+    assert "('seen', (3,))" in out
+    assert y.sum().item() == 9
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors by /proc")

@@ -1,33 +1,29 @@
 """The effects of options that no other test file covers."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from __future__ import annotations
 
-SCRIPT = """
-import os, torch
+import pytest
+import torch
+
 from onnxtrain import ORTModule
 
-def searches(**options):
-    ORTModule(torch.nn.Linear(1, 1), **options)
-    found, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    return found
 
-print(searches(), searches(tuning="exhaustive"))
-os.environ["ORTMODULE_CONV_ALGO_SEARCH"] = "EXHAUSTIVE"
-print(searches())
-"""
+@pytest.fixture
+def cudnn_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permit to set flags of cuDNN, which PyTorch's test tools forbid once another test imports them."""
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
 
 
-def test_an_exhaustive_search_is_cudnns_benchmark() -> None:
-    """Runs in its own process: PyTorch's test tools, which other tests import, forbid setting the flag."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={k: v for k, v in os.environ.items() if k != "ORTMODULE_CONV_ALGO_SEARCH"},
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.split() == ["False", "True", "True"]
+@pytest.mark.usefixtures("cudnn_flags")
+def test_an_exhaustive_search_is_cudnns_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searches(**options: str) -> bool:
+        torch.backends.cudnn.benchmark = False
+        ORTModule(torch.nn.Linear(1, 1), **options)
+        return torch.backends.cudnn.benchmark
+
+    monkeypatch.delenv("ORTMODULE_CONV_ALGO_SEARCH", raising=False)
+    assert not searches()
+    assert searches(tuning="exhaustive")
+    monkeypatch.setenv("ORTMODULE_CONV_ALGO_SEARCH", "EXHAUSTIVE")
+    assert searches()

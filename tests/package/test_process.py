@@ -140,6 +140,12 @@ assert not different, different
 print("unchanged")
 """
 
+AT_INFO = """
+print("asks for more", file=sys.stderr)
+os.environ["ORTMODULE_LOG_LEVEL"] = "INFO"
+train(onnxtrain.ORTModule(Net()))
+"""
+
 
 def run(*sources: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
@@ -151,11 +157,14 @@ def run(*sources: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.compiler  # without one, a warning says so
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for the allocator")
-def test_training_leaves_the_process_as_it_was(tmp_path: Path) -> None:
-    done = run(STATE, TRAIN, AFTER, ONNXTRAIN_CACHE_DIR=str(tmp_path))
+def test_training_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ORTMODULE_LOG_LEVEL", raising=False)
+    done = run(STATE, TRAIN, AFTER, AT_INFO, ONNXTRAIN_CACHE_DIR=str(tmp_path))
 
     assert (done.stdout, done.returncode) == ("unchanged\n", 0), done.stderr
-    assert done.stderr.partition("trains\n")[2] == "", "a usual training says nothing"
+    usual, at_info = done.stderr.partition("trains\n")[2].split("asks for more\n")
+    assert usual == "", "a usual training says nothing"
+    assert "INFO onnxtrain: Net: initialisation took" in at_info
     if compiler.find() is not None:
         assert list(tmp_path.rglob("*.so")), "kernels were compiled beside it"
 
