@@ -196,6 +196,12 @@ SIZE_ARITHMETIC = {
         "add", "sub", "mul", "mod", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min",
     )
 }  # fmt: skip
+SOLVE_CONSTRAINTS = PatchPoint(
+    "torch.fx.experimental.symbolic_shapes:DimConstraints.solve",
+    "it also solves the inequalities between sizes, to suggest ranges of named dimensions, which captures do not use",
+    _LONGER,
+    "self",
+)
 REGISTER_KERNEL = PatchPoint(
     "torch._ops:OperatorBase.py_impl",
     "evaluating its annotations takes most of the time of each of the 11 000 calls of run_decompositions",

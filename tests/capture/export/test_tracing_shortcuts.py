@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.fx.proxy import TracerBase
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.export.patches import capturing
-from onnxtrain.capture.export.tracing_shortcuts import tracing_shortcuts
+from onnxtrain.capture.export.tracing_shortcuts import _solve_equations, tracing_shortcuts
 from onnxtrain.torch_compat.decompositions import all_composites
 
 
@@ -185,3 +186,11 @@ def test_composites_are_listed_again_when_an_operator_is_defined() -> None:
         library.impl("composite", lambda x: x + 1, "CompositeImplicitAutograd")
         with capturing(), tracing_shortcuts():
             assert {op.name() for op in all_composites()} - known == {name}
+
+
+def test_only_equations_between_sizes_are_solved() -> None:
+    seen = []
+    for symbols in (set(), {"s0"}):
+        constraints = SimpleNamespace(_symbols_with_equalities=symbols, _univariate_inequalities={"s0": {"s0 >= 2"}})
+        _solve_equations(lambda each: seen.append(each._univariate_inequalities), constraints)
+    assert seen == [{}, {"s0": {"s0 >= 2"}}]
