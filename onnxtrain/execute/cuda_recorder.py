@@ -1,6 +1,6 @@
 """Recordings on a GPU: CUDA graphs.
 
-    caller's stream ──waits for the last section──> copies in ─> replay ─> copies out ──event──> the next section waits
+    caller's stream ──waits for the last section──> copies in ─> replay ──event──> the next section waits
 
 Ran on one H200 with PyTorch 2.11 (tests marked gpu).
 """
@@ -8,14 +8,14 @@ Ran on one H200 with PyTorch 2.11 (tests marked gpu).
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
 from onnxtrain.capture.capture import Captured
-from onnxtrain.execute.recorded_program import NotRecordedError, Recorder, Recordings, Replay, Results
+from onnxtrain.execute.recorded_program import Recorder, Recordings, Replay, Results
+from onnxtrain.execute.recorded_results import NotRecordedError
 from onnxtrain.log import warn_once
 from onnxtrain.options import Options
 
@@ -52,10 +52,9 @@ def recordings_for(
 
 
 class CudaRecorder:
-    """Records the programs of one unit into CUDA graphs of one memory pool.
+    """Records the programs of one unit into CUDA graphs, each with memory of its own.
 
-    Graphs of a pool may reuse each other's memory, except that of results still in use. So their replays are exclusive:
-    one begins when the one before has ended, on any stream, and its results are copied out.
+    Replays are in the order of the calls, on any stream: one begins when the one before has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,8 +62,6 @@ class CudaRecorder:
         self._lock = threading.Lock()
         self._ended = torch.cuda.Event()
         self._side = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._empty_graph: torch.cuda.CUDAGraph | None = None
 
     def is_busy(self) -> bool:
         with torch.cuda.device(self._device):  # the caller's current device may differ
@@ -80,24 +77,31 @@ class CudaRecorder:
             finally:
                 self._ended.record(stream)
 
-    def record(self, function: Callable[[], Results]) -> tuple[Results, Replay]:
+    def follow(self, previous: torch.cuda.Stream | None) -> torch.cuda.Stream:
+        stream = torch.cuda.current_stream()
+        if previous is not None and previous != stream:
+            stream.wait_stream(previous)
+        return stream
+
+    def record(
+        self, function: Callable[[Sequence[torch.Tensor]], Results], arguments: Sequence[torch.Tensor]
+    ) -> tuple[Results, Replay]:
         stream, side = torch.cuda.current_stream(), self._side
         side.wait_stream(stream)
         try:
             with _CAPTURE, torch.cuda.stream(side):  # a failed capture would stay on the side stream
-                if self._empty_graph is None:  # a pool can be reused only while it has a graph
-                    self._empty_graph = torch.cuda.CUDAGraph()
-                    with warnings.catch_warnings(action="ignore"), self._capture(self._empty_graph):
-                        pass  # PyTorch warns of an empty recording
-                self._warm_up(function)
+                self._warm_up(function, arguments)
                 graph = torch.cuda.CUDAGraph()
-                with self._capture(graph):
-                    results = function()
+                # "thread_local" allows other threads, such as those of a data loader, to use CUDA meanwhile.
+                with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                    results = function(arguments)
                 return results, graph.replay
         finally:
             stream.wait_stream(side)
 
-    def _warm_up(self, function: Callable[[], Results]) -> None:
+    def _warm_up(
+        self, function: Callable[[Sequence[torch.Tensor]], Results], arguments: Sequence[torch.Tensor]
+    ) -> None:
         """Run the function until libraries have allocated their workspaces. The states of the generators are restored.
 
         Raises:
@@ -107,13 +111,9 @@ class CudaRecorder:
         with torch.random.fork_rng([self._device]):
             before = torch.get_rng_state()
             for _ in range(_WARM_UPS):
-                function()
+                function(arguments)
             if not torch.equal(before, torch.get_rng_state()):
                 raise NotRecordedError("it samples on the host")
-
-    def _capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        # "thread_local" allows other threads, such as those of a data loader, to use CUDA meanwhile.
-        return torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
 
     def synchronize(self) -> None:
         if not self.is_busy():  # the garbage collector may call this during a capture, which must not wait

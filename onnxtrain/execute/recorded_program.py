@@ -2,12 +2,21 @@
 
     run ─1─> counts calls of the same sizes                   the ordinary program
         ─2─> records the ordinary program, on buffers
-        ─3─> copies arguments into the buffers, replays the recording, copies the results out
+        ─3─> copies arguments into the buffers, replays the recording, returns the results
 
-A replay reads and writes the same addresses each time. The module's own tensors are not copied: if one has moved, the
-recordings are dropped. No result is in a recording's memory, so replays are independent of each other: two forwards
-before a backward, a result that the user keeps. Arguments that backward keeps are the caller's tensors or views of
-them, as without a recording: autograd sees when they are changed.
+A replay reads and writes the same addresses each time. Arguments at known addresses are not copied: the module's own
+tensors (if one has moved, the recordings are dropped), and the results of other recordings, such as what forward keeps
+for backward.
+
+Results are in the recording's memory (`recorded_results`). While one is alive, the recording is not replayed. So
+nothing is read after it was overwritten, in two forwards before a backward, or if the user keeps a result. Instead
+
+- if autograd holds what forward kept, another recording is made, up to `MOST_RECORDINGS`;
+- if only the user holds results, a new recording is made that returns copies of these. The ordinary calls already show
+  which results the user holds at the next call, such as the loss of a training loop.
+
+A recording's memory is its own: no other graph uses it, even while nothing there is alive. Arguments that backward
+keeps are the caller's tensors or views of them, as without a recording: autograd sees when they are changed.
 
 A recording is for exact sizes. For tokens without padding, `packing` rounds their number up, to need few recordings.
 Otherwise the recordings of the last eight sets of sizes are kept, and a warning says what to do about many.
@@ -18,17 +27,18 @@ A `Recorder` makes the recordings: `cuda_recorder` on a GPU; the tests have one 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import onnx_ir as ir
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.execute.program import Program, Run, drain
-from onnxtrain.graph.alias import AliasSets
+from onnxtrain.execute.recorded_results import NotRecordedError, ResultLayout
 from onnxtrain.graph.traversal import origin
 from onnxtrain.log import warn_once
 from onnxtrain.ops import Effects, definition_of
@@ -37,12 +47,12 @@ from onnxtrain.plan.cut import Part
 from onnxtrain.report import Refusal
 from onnxtrain.torch_compat import dispatch
 from onnxtrain.torch_compat.optimizer_kernels import foreach_copy
-from onnxtrain.torch_compat.tensors import is_view, storage_id
 
 _NAME = "cuda_graphs"
 CALLS = 3  # ordinary calls with the same sizes before they are recorded, which takes as long as some ten calls
 MOST_SIZES = 8  # sets of sizes of a program that are remembered, with their recordings
-MOST_MOVES = 3  # of the module's own tensors; after that they are copied as other arguments are
+MOST_RECORDINGS = 4  # of one program at the same sizes
+MOST_MOVES = 3  # of arguments that are read where they are; after that all are copied
 
 _MANY_SIZES = (
     f"{_NAME}: a program is called with more sets of sizes than the {MOST_SIZES} whose recordings are kept, so most "
@@ -52,7 +62,6 @@ _MANY_SIZES = (
 
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
 Replay = Callable[[], None]
-Output = Callable[[Mapping[int, torch.Tensor], Sequence[torch.Tensor]], Any]  # of arguments and copies
 
 _profiling = dispatch.profiler_enabled
 _REASONS = {
@@ -70,8 +79,18 @@ class Recorder(Protocol):
     def exclusive(self) -> AbstractContextManager[None]:
         """Enter a section in which no other recording of this recorder runs, on any thread or stream."""
 
-    def record(self, function: Callable[[], Results]) -> tuple[Results, Replay]:
-        """Run the function, possibly several times, and record it; inside `exclusive`.
+    def follow(self, previous: Any) -> Any:
+        """Return the caller's stream, after it was made to wait for `previous`, the stream of an earlier replay.
+
+        Readers of the results of that replay have ended then.
+        """
+
+    def record(
+        self, function: Callable[[Sequence[torch.Tensor]], Results], arguments: Sequence[torch.Tensor]
+    ) -> tuple[Results, Replay]:
+        """Run the function on the arguments, possibly several times, and record it; inside `exclusive`.
+
+        The arguments are not kept alive.
 
         Returns:
             Its results, which are valid after the first replay only, and the replay: it computes the results into the
@@ -81,10 +100,6 @@ class Recorder(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all replays have ended: their memory may be freed then."""
-
-
-class NotRecordedError(RuntimeError):
-    """A program cannot be recorded; the message is the reason, without a full stop."""
 
 
 def why_never(node: ir.Node) -> str:
@@ -151,69 +166,158 @@ def _reads_on_host(node: ir.Node, part: Part, device: torch.device) -> bool:
     return any(v is not None and v.const_value is None and v not in part.host for v in read)
 
 
+@dataclass
+class Sizes:
+    """The calls with one set of sizes.
+
+    Attributes:
+        calls: the number of ordinary calls so far, up to `CALLS`.
+        recordings: the latest used is last.
+        returned: the storages of the results of the latest ordinary call, by index.
+    """
+
+    calls: int = 0
+    recordings: list[Recording] = field(default_factory=list)
+    returned: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+    def outlived(self) -> list[int]:
+        """Return the indices of the results of the latest ordinary call that are still alive."""
+        return [i for i, storage in self.returned.items() if not storage.expired()]
+
+
 class RecordedProgram:
     """A program that records; see the module's docstring.
 
     Attributes:
-        entries: the number of calls so far or the recording, by shapes, strides and sizes; the latest used is last.
+        entries: by shapes, strides and sizes; the latest used is last.
     """
 
     def __init__(self, program: Program, recordings: Recordings) -> None:
         self._program, self._recordings = program, recordings
         self._ordinary = program.run
         self._fixed = tuple(i for i, v in enumerate(program.part.inputs) if v.name in recordings.fixed)
+        self._reads_results = True  # of other recordings, where they are
+        self._copied_results: set[int] = set()
         self._moves = 0
         self._evictions = 0
-        self.entries: dict[Any, int | Recording] = {}
+        self.entries: dict[Any, Sizes] = {}
         program.run = self.run
         weakref.finalize(self, recordings.recorder.synchronize).atexit = False  # before its recordings are freed
 
     def run(self, tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Results:
         tensors = list(tensors)
         recorder = self._recordings.recorder
-        if not (_profiling() or recorder.is_busy()):
-            with recorder.exclusive():
-                recording = self._recording(tensors, sizes_in)
-                if recording is not None:
-                    return recording.run(tensors)
-        return self._ordinary(drain(tensors), sizes_in)
+        if _profiling() or recorder.is_busy():
+            return self._ordinary(drain(tensors), sizes_in)
+        with recorder.exclusive():
+            key = tuple([(t.shape, t.stride()) for t in tensors]), tuple(sizes_in)
+            entry = self.entries[key] = self.entries.pop(key) if key in self.entries else Sizes()
+            self._copied_results.update(entry.outlived())
+            recording = self._recording(entry, tensors, sizes_in)
+            if recording is not None:
+                return recording.run(tensors)
+        results, sizes = self._ordinary(drain(tensors), sizes_in)
+        visible = results[: self._program.part.num_user_outputs]
+        entry.returned = {i: StorageWeakRef(t.untyped_storage()) for i, t in enumerate(visible) if t is not None}
+        return results, sizes
 
-    def _recording(self, tensors: Sequence[torch.Tensor], sizes_in: Sequence[int]) -> Recording | None:
+    def _recording(self, entry: Sizes, tensors: Sequence[torch.Tensor], sizes_in: Sequence[int]) -> Recording | None:
         """Return the recording for a call, made after `CALLS` calls of its sizes; None if the call runs the program."""
-        key = tuple([(t.shape, t.stride()) for t in tensors]), tuple(sizes_in)
-        entry = self.entries[key] = self.entries.pop(key, 0)
-        if isinstance(entry, Recording):
-            if entry.addresses == [tensors[i].data_ptr() for i in self._fixed]:
-                return entry
+        addresses = self._addresses(tensors)
+        for recording in reversed(entry.recordings):
+            if recording.addresses == addresses and not recording.live_results():
+                entry.recordings.remove(recording)
+                entry.recordings.append(recording)
+                return recording
+        if entry.recordings and any(entry.recordings[-1].addresses[i] != addresses[i] for i in self._fixed):
             self._evict()
-            self._moves += 1
-            if self._moves > MOST_MOVES:
-                self._fixed = ()
+            self._count_move()
             return None
         if len(self.entries) > MOST_SIZES:
             self._evict(MOST_SIZES)
             self._evictions += 1
             if self._evictions == MOST_SIZES:
                 warn_once(_MANY_SIZES)
-        if entry < CALLS:
-            self.entries[key] = entry + 1
+        if entry.calls < CALLS:
+            entry.calls += 1
             return None
+        return self._record(entry, tensors, sizes_in, addresses) if self._make_room(entry, addresses) else None
+
+    def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the addresses of the arguments that a recording reads where they are; 0 for those that it copies."""
+        if self._reads_results:
+            addresses = [t.data_ptr() for t in tensors]
+            addresses = [a if a in _RECORDED else 0 for a in addresses]
+        else:
+            addresses = [0] * len(tensors)
+        for i in self._fixed:
+            addresses[i] = tensors[i].data_ptr()
+        return addresses
+
+    def _count_move(self) -> None:
+        """Note that arguments have moved; after `MOST_MOVES` all are copied."""
+        self._moves += 1
+        if self._moves > MOST_MOVES:
+            self._fixed, self._reads_results = (), False
+
+    def _make_room(self, entry: Sizes, addresses: list[int]) -> bool:
+        """Return whether to make another recording, after those were dropped that would not be used again."""
+        for recording in list(entry.recordings):
+            outlived = self._copy_outlived(recording)
+            if recording.addresses == addresses:
+                if outlived:
+                    self._drop(entry, recording)
+            elif any(a and a not in _RECORDED for i, a in enumerate(recording.addresses) if i not in self._fixed):
+                self._drop(entry, recording)  # it reads results of a recording that was dropped
+        if len(entry.recordings) < MOST_RECORDINGS:
+            return True
+        if all(recording.addresses == addresses for recording in entry.recordings):
+            return False
+        self._drop(entry, entry.recordings[0])
+        self._count_move()
+        return self._reads_results
+
+    def _copy_outlived(self, recording: Recording) -> bool:
+        """Let later recordings copy the results that the user holds; return whether autograd holds no others."""
+        results = range(self._program.part.num_user_outputs)
+        live = recording.live_results()
+        if any(memory.isdisjoint(results) for memory in live):
+            return False
+        self._copied_results.update(*live)
+        return True
+
+    def _record(
+        self, entry: Sizes, tensors: Sequence[torch.Tensor], sizes_in: Sequence[int], addresses: list[int]
+    ) -> Recording | None:
         try:
-            recording = Recording(self._program.part, self._ordinary, self._recordings, tensors, sizes_in, self._fixed)
+            recording = Recording(
+                self._program.part,
+                self._ordinary,
+                self._recordings,
+                tensors,
+                sizes_in,
+                addresses,
+                self._copied_results,
+            )
         except RuntimeError as error:  # includes CUDA's errors, such as out of memory
             reason = str(error).partition("\n")[0]
             warn_once(f"Not recorded by {_NAME}: {self._program.filename}: {reason}")
             self._program.run = self._ordinary
             self._evict()
             return None
-        self.entries[key] = recording
+        entry.recordings.append(recording)
+        entry.returned.clear()
         return recording
+
+    def _drop(self, entry: Sizes, recording: Recording) -> None:
+        self._recordings.recorder.synchronize()
+        entry.recordings.remove(recording)
 
     def _evict(self, most: int = 0) -> None:
         """Drop the least recently used sizes, down to `most`."""
         while len(self.entries) > most:
             oldest = next(iter(self.entries))
-            if isinstance(self.entries[oldest], Recording):
+            if self.entries[oldest].recordings:
                 self._recordings.recorder.synchronize()
             del self.entries[oldest]
 
@@ -222,8 +326,9 @@ class Recording:
     """A recording of a program at one set of sizes.
 
     Attributes:
-        addresses: those of the arguments that are not copied.
-        buffers: the private memory that it reads and writes.
+        addresses: those of the arguments that it reads where they are; 0 for those that it copies.
+        inputs: the buffers into which arguments are copied.
+        memories: the memory of its results.
     """
 
     def __init__(
@@ -233,7 +338,8 @@ class Recording:
         recordings: Recordings,
         tensors: Sequence[torch.Tensor],
         sizes_in: Sequence[int],
-        fixed: Sequence[int],
+        addresses: Sequence[int],
+        copied_results: Collection[int] = (),
     ) -> None:
         """Record a program.
 
@@ -243,36 +349,49 @@ class Recording:
             recordings: makes the recording.
             tensors: the arguments of a call.
             sizes_in: its sizes.
-            fixed: the indices of the arguments that are not copied.
+            addresses: see the attribute.
+            copied_results: the indices of results of which each replay returns a copy.
 
         Raises:
-            NotRecordedError: a tensor is on another device, or results share memory as different types.
-            RuntimeError: an error of the recorder or of the program.
+            NotRecordedError: a tensor is on another device.
+            RuntimeError: an error of the recorder or of the program; or results share memory as different types.
         """
         _check_device(tensors, recordings.device, "an argument")
-        arguments = [t.detach() if i in fixed else torch.empty_like(t) for i, t in enumerate(tensors)]
-        self.addresses = [tensors[i].data_ptr() for i in fixed]
-        self._copied = [i for i in range(len(tensors)) if i not in fixed]
-        self._inputs = [arguments[i] for i in self._copied]
+        self._recorder, self._stream = recordings.recorder, None
+        arguments = [
+            t.detach() if address else torch.empty_like(t) for t, address in zip(tensors, addresses, strict=True)
+        ]
+        self.addresses = list(addresses)
+        self._copied = [i for i, address in enumerate(addresses) if not address]
+        self.inputs = [arguments[i] for i in self._copied]
         self._copy_in(tensors)
-        (results, self._sizes), self._replay = recordings.recorder.record(lambda: run(iter(arguments), sizes_in))
+        (results, self._sizes), self._replay = self._recorder.record(
+            lambda arguments: run(iter(arguments), sizes_in), arguments
+        )
         _check_device([t for t in results if t is not None], recordings.device, "a result")
-        layout = _ResultLayout(part, tensors, arguments, results)
-        self._outputs, self._copied_out, self._aliased = layout.outputs, layout.copied, sorted(layout.aliased)
-        self.buffers = *self._inputs, *self._copied_out
+        layout = ResultLayout(part, tensors, arguments, results, copied_results)
+        self._outputs, self.memories, self._aliased = layout.outputs, layout.memories, sorted(layout.aliased)
+        for address in layout.addresses:
+            if address:
+                _RECORDED[address] = self
 
     def run(self, tensors: list[torch.Tensor]) -> Results:
         """Replay on these arguments. Empties the list: tensors that are no longer read can be freed."""
+        self._stream = self._recorder.follow(self._stream)
         self._copy_in(tensors)
         aliased = {i: tensors[i] for i in self._aliased}
         tensors.clear()
         self._replay()
-        copies = [tensor.clone() for tensor in self._copied_out]
-        return tuple([output(aliased, copies) for output in self._outputs]), self._sizes
+        memories = [memory.returned() for memory in self.memories]
+        return tuple([output(aliased, memories) for output in self._outputs]), self._sizes
+
+    def live_results(self) -> list[frozenset[int]]:
+        """Return the indices of the results in each memory that a tensor of an earlier replay still shares."""
+        return [memory.results for memory in self.memories if memory.is_alive()]
 
     def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._inputs:
-            foreach_copy(self._inputs, [tensors[i] for i in self._copied])
+        if self.inputs:
+            foreach_copy(self.inputs, [tensors[i] for i in self._copied])
 
 
 def _check_device(tensors: Iterable[torch.Tensor], device: torch.device, role: str) -> None:
@@ -281,86 +400,5 @@ def _check_device(tensors: Iterable[torch.Tensor], device: torch.device, role: s
             raise NotRecordedError(f"{role} is on {tensor.device}, expected {device}")
 
 
-class _ResultLayout:
-    """How each result of a replay is made: from an argument, or from a copy of the recording's memory.
-
-    Attributes:
-        outputs: a function for each result.
-        copied: the tensors that are cloned after each replay.
-        aliased: indices of the arguments that share memory with results.
-    """
-
-    def __init__(
-        self,
-        part: Part,
-        caller_arguments: Sequence[torch.Tensor],
-        arguments: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Find the memory of each result.
-
-        Args:
-            part: the part that was recorded.
-            caller_arguments: the tensors of the call.
-            arguments: the tensors that were passed instead: the call's own, or buffers.
-            results: the results of the run on `arguments`.
-        """
-        self.copied: list[torch.Tensor] = []
-        self.aliased: set[int] = set()
-        self._copies: dict[int, int] = {}  # by storage, the index in `copied`
-        self._sharing: dict[int, list[torch.Tensor]] = {}  # by storage
-        for tensor in results:
-            if tensor is not None:
-                self._sharing.setdefault(storage_id(tensor), []).append(tensor)
-        sets, input_index = AliasSets(part.nodes, definition_of), {v: i for i, v in enumerate(part.inputs)}
-        self.outputs: list[Output] = []
-        for value, tensor in zip(part.outputs, results, strict=True):
-            if value is None or tensor is None:
-                self.outputs.append(lambda aliased, copies: None)
-                continue
-            index = input_index.get(sets.root(value))
-            alias = None if index is None else self._alias(index, tensor, caller_arguments[index], arguments[index])
-            self.outputs.append(alias or self._copy(tensor))
-
-    def _alias(
-        self, index: int, tensor: torch.Tensor, caller_argument: torch.Tensor, argument: torch.Tensor
-    ) -> Output | None:
-        """Return a result that shares an argument's memory, as a view of the caller's; None for any other."""
-        if tensor is argument:
-            self.aliased.add(index)
-            return lambda aliased, copies: aliased[index]
-        same_layout = tensor.dtype == argument.dtype and argument.stride() == caller_argument.stride()
-        if storage_id(tensor) != storage_id(argument) or not same_layout:
-            return None
-        self.aliased.add(index)
-        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset() - argument.storage_offset()
-        return lambda aliased, copies: aliased[index].as_strided(size, stride, aliased[index].storage_offset() + offset)
-
-    def _copy(self, tensor: torch.Tensor) -> Output:
-        """Return a result that is copied.
-
-        Results that share memory share the copy: changes of one show in the other.
-        """
-        storage = storage_id(tensor)
-        sharing = self._sharing[storage]
-        keeps_strides = torch.empty_like(tensor).stride() == tensor.stride()  # a clone has the same strides then
-        alone = keeps_strides and all(other is tensor for other in sharing)
-        if any(other.dtype != tensor.dtype for other in sharing):
-            raise NotRecordedError("two results share memory as different types")
-        if storage not in self._copies:
-            self._copies[storage] = len(self.copied)
-            self.copied.append(tensor if alone else _flat_storage(tensor))
-        number = self._copies[storage]
-        if alone:
-            return lambda aliased, copies: copies[number]
-        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        if is_view(tensor):
-            return lambda aliased, copies: copies[number].as_strided(size, stride, offset)
-        # detach() shares memory and version, and to autograd its result is no view.
-        return lambda aliased, copies: copies[number].as_strided(size, stride, offset).detach()
-
-
-def _flat_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor, as a flat tensor."""
-    storage = tensor.untyped_storage()
-    return tensor.new_empty(0).set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+# The recordings by the addresses of their results. Another program's recording reads these where they are.
+_RECORDED: weakref.WeakValueDictionary[int, Recording] = weakref.WeakValueDictionary()

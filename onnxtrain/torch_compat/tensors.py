@@ -113,6 +113,31 @@ use_count = Internal[Callable[[torch.Tensor], int]](
     check=lambda part: part(torch.empty(1)) == 1,
 ).get()
 
+
+def _storage_use_count(storage: torch.UntypedStorage) -> int:
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+def _counts_sharers(use_count: Callable[[torch.UntypedStorage], int]) -> bool:
+    tensor = torch.empty(2)
+    storage = tensor.untyped_storage()
+    before = use_count(storage)
+    view = tensor[:1]
+    during = use_count(storage)
+    del view
+    return before == use_count(storage) == during - 1
+
+
+storage_use_count = Internal[Callable[[torch.UntypedStorage], int] | None](
+    "storage_use_count",
+    lambda: _storage_use_count,
+    why="tells whether any tensor, for example one that autograd saved, shares a storage",
+    fallback=None,
+    cost="each replay of a recorded program copies its results",
+    check=lambda part: part is not None and _counts_sharers(part),
+).get()
+
 negated_view = Internal[Callable[[torch.Tensor], torch.Tensor] | None](
     "negated_view",
     lambda: torch._neg_view,

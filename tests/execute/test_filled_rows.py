@@ -20,8 +20,8 @@ from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.plan.cut import single_part
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.execute.cpu_recorder import CpuRecorder, Recorders, Trained
 from tests.execute.test_packing import OnGpu
-from tests.execute.test_recorded_program import CpuRecorder, Recorders, Trained, everything, log  # noqa: F401  # fixtures
 from tests.passes.less_work import CLASSES, WIDTH, WORDS, refusals
 from tests.passes.test_pack_tokens import (
     FORMS,
@@ -76,7 +76,7 @@ def padded(seed: int, batch: int = 12, steps: int = 40) -> torch.Tensor:
 
 
 @pytest.fixture
-def answers(log: Recorders, monkeypatch: pytest.MonkeyPatch) -> list[KeptTokens | None]:  # noqa: F811
+def answers(log: Recorders, monkeypatch: pytest.MonkeyPatch) -> list[KeptTokens | None]:
     """The kept tokens of each batch, with recorded programs and attention that does not wait for lengths."""
     decisions: list[KeptTokens | None] = []
     kept_tokens = PackingCheck.kept_tokens
@@ -232,7 +232,7 @@ def test_row_counts_are_rounded_only_if_programs_are_recorded(
 
 
 @pytest.mark.parametrize("model", [Bag(), Attentive(False), Attentive(True)], ids=str)
-def test_many_batches_need_few_recordings(model: nn.Module, answers: list[KeptTokens | None], log: Recorders) -> None:  # noqa: F811
+def test_many_batches_need_few_recordings(model: nn.Module, answers: list[KeptTokens | None], log: Recorders) -> None:
     trained = Trained(filled(model.double(), rng="torch"), log)
     batches = [padded(seed) for seed in range(14)]
 
@@ -254,7 +254,7 @@ def test_many_batches_need_few_recordings(model: nn.Module, answers: list[KeptTo
     assert recorded > 6
 
 
-def test_many_sizes_are_warned_of_once(log: Recorders, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_many_sizes_are_warned_of_once(log: Recorders, caplog: pytest.LogCaptureFixture) -> None:
     model = ORTModule(nn.Linear(3, 3), cuda_graphs=True)
 
     def call(*sizes: int) -> int:
@@ -317,7 +317,7 @@ def test_each_replay_samples_as_eager_on_gpu() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-def test_attention_that_reads_sequence_lengths_on_the_host_is_not_recorded(log: Recorders) -> None:  # noqa: F811
+def test_attention_that_reads_sequence_lengths_on_the_host_is_not_recorded(log: Recorders) -> None:
     """In float32, a GPU runs one sequence at a time."""
     types = [TensorType(ir.DataType.FLOAT, ("t", 2, 16))] * 3 + [TensorType(ir.DataType.INT64, ("n",))]
     values = [ir.Value(name=f"x{i}") for i in range(len(types))]

@@ -18,7 +18,7 @@ from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.recorded_program import Recordings
 from onnxtrain.plan.cut import Part, cut, single_part
-from tests.execute.test_recorded_program import CpuRecorder, Recorders
+from tests.execute.cpu_recorder import CpuRecorder, Recorders
 from tests.op_case import CaseCheck, OpCase
 
 META = torch.device("meta")
