@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onnxtrain.optim import AdamWMode, FusedAdam
+from onnxtrain.optim import AdamWMode, FusedAdam, fused_adam
 from onnxtrain.testing import assert_no_worse_than_eager
 
 TORCH, TRANSFORMERS, L2 = AdamWMode.ADAMW_TORCH, AdamWMode.ADAMW_TRANSFORMERS, AdamWMode.ADAM_L2_REGULARIZATION
@@ -49,6 +49,30 @@ def test_is_pytorchs_fused_optimizer_bit_for_bit(
     train(expected, theirs(expected, fused=True, **SETTINGS))
     for a, b in zip(ours, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("mode", AdamWMode)
+def test_kernels_get_the_number_of_steps_in_float32(
+    mode: AdamWMode, correct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA kernel reads the memory as float32, whatever its dtype."""
+    dtypes = set()
+
+    def noting(kernel: Callable[..., None]) -> Callable[..., None]:
+        def noted(*arguments: Any, **options: Any) -> None:
+            dtypes.update(t.dtype for t in arguments[5])
+            kernel(*arguments, **options)
+
+        return noted
+
+    for name in ("fused_adam", "fused_adamw"):
+        monkeypatch.setattr(fused_adam, name, noting(getattr(fused_adam, name)))
+    ours = parameters(torch.float64)
+    optimizer = FusedAdam(ours, adam_w_mode=mode, bias_correction=correct, **SETTINGS)
+    train(ours, optimizer, steps=2)
+    scaled_steps(optimizer, ours, (False, False))
+    assert dtypes == {torch.float32}
 
 
 def written_out(p: torch.Tensor, grads: list[torch.Tensor], mode: AdamWMode, correct: bool) -> torch.Tensor:
@@ -248,15 +272,21 @@ def scaled_steps(
 def test_grad_scaler_unscales_inside_the_kernel_and_skips_overflows(
     mode: AdamWMode, limit: float | None, device: str
 ) -> None:
-    ours, expected = pair(torch.float32, device)
+    ours, plain = pair(torch.float32, device)
+    exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
     optimizer = FusedAdam(ours, adam_w_mode=mode, max_grad_norm=limit, **SETTINGS)
-    plain = FusedAdam(expected, adam_w_mode=mode, max_grad_norm=limit, **SETTINGS)
-    for given in scaled_steps(optimizer, ours, (False, True, False, True)):
-        for p, gradient in zip(expected, given, strict=True):
-            p.grad = gradient
-        plain.step()
+    steps = scaled_steps(optimizer, ours, (False, True, False, True))
     assert optimizer.param_groups[0]["step"] == 2
-    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))  # powers of two scale exactly
+    for params in (plain, exact):
+        other = FusedAdam(params, adam_w_mode=mode, max_grad_norm=limit, **SETTINGS)
+        for given in steps:
+            for p, gradient in zip(params, given, strict=True):
+                p.grad = gradient.to(p, copy=True)
+            other.step()
+    for got, eager, expected in zip(ours, plain, exact, strict=True):
+        assert_no_worse_than_eager("parameter", got.detach(), eager.detach(), expected.detach())
+    # Powers of two scale exactly. On a GPU, the compiler contracts the kernel without a scale otherwise.
+    assert device != "cpu" or all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
