@@ -22,9 +22,9 @@ import torch
 from torch.export import Dim
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onnxtrain.capture import source_location
+from onnxtrain.capture.blocks.hidden_parameters import HiddenParameters
 from onnxtrain.capture.blocks.instantiate import instantiate
 from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.repeated_blocks import RepeatedBlocks
@@ -37,6 +37,7 @@ from onnxtrain.capture.effects.outside_tensors import OutsideTensors
 from onnxtrain.capture.effects.random_generators import refuse_other_generators
 from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects, attributes_kept
 from onnxtrain.capture.effects.written_views import WrittenView, written_views
+from onnxtrain.capture.export.advice import advice
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.constant_masks import positions_of_constant_masks
 from onnxtrain.capture.export.patches import capturing
@@ -72,11 +73,6 @@ from onnxtrain.errors import (
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.torch_compat.decompositions import without_effect_tokens, without_reference_functions
-from onnxtrain.torch_compat.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from onnxtrain.torch_compat.internal import refuse_if_lacking
 from onnxtrain.torch_compat.modes import autocast_disabled
 from onnxtrain.torch_compat.tracing import copies_without_bases, keep_unread_samples
@@ -181,6 +177,7 @@ class _Wrapper(torch.nn.Module):
         self.__dict__["_call_forward"] = call_forward or module
         self.fakes = CreatedFakes()
         self.module = module
+        self.hidden = HiddenParameters(self)
         self.structure = structure
         self.output = _OutputHolder()
 
@@ -195,7 +192,7 @@ class _Wrapper(torch.nn.Module):
         layouts = Layouts(self.module, tensors)
         self.fakes.begin()
         try:
-            with self.elements.answering():
+            with self.elements.answering(), self.hidden.during_forward():
                 leaves, self.output.structure = flatten_output(self.__dict__["_call_forward"](*args, **kwargs))
         except UndecidedError as decision:
             return [decision.tensor]
@@ -332,9 +329,17 @@ def _export_blocks_once(
     """Export forward, and trace each of its repeated blocks once; all of them, if their calls cannot be replaced."""
     events = [lambda: wrapper.elements.count, lambda: len(outside.constants)]
     surroundings = Outside(wrapper.surroundings, events, wrapper.fakes.count, wrapper.fakes.holds)
-    blocks = RepeatedBlocks(wrapper.module, reads, surroundings)
-    program = _export(wrapper, decisions, blocks.recording())
-    return program if instantiate(program, blocks.copies) else _export(wrapper, decisions, nullcontext())
+    hidden = wrapper.hidden
+    blocks = RepeatedBlocks(wrapper.module, reads, surroundings, hidden)
+    try:
+        with hidden.hiding():
+            program = _export(wrapper, decisions, blocks.recording())
+        if instantiate(program, blocks.copies, hidden):
+            return program
+    except CaptureError:
+        if not hidden.revealed:  # else forward may do to a parameter what only torch.export's own can take
+            raise
+    return _export(wrapper, decisions, nullcontext())
 
 
 def _export(
@@ -369,23 +374,8 @@ def _export(
         raise CaptureError(
             f"forward of {type(wrapper.module).__name__} cannot be captured: {summary(error)}",
             where=source_location.of_error(error),
-            todo=f"the module runs in PyTorch; {_to_do(error)}",
+            todo=f"the module runs in PyTorch; {advice(error)}",
         ) from error
-
-
-def _to_do(error: BaseException) -> str:
-    """Say how the user can make forward capturable."""
-    text = str(error)
-    if isinstance(error, _DATA_DEPENDENT_ERRORS):
-        return "avoid Python control flow that depends on tensor values, for example with torch.where"
-    if isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in text:
-        match = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", None) or text))
-        name = match[0].replace(".", "::") if match else "namespace::operator"
-        return f'register a meta function for the operator: torch.library.register_fake("{name}")'
-    return "a capture supports PyTorch's operators, and Python code that reads no tensor values"
-
-
-_DATA_DEPENDENT_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 # The arguments of PyTorch's reference functions for these losses differ from the operators', but tracing would call

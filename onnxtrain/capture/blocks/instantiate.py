@@ -1,6 +1,6 @@
-"""Replace the call nodes of an export by copies of the nodes of their templates.
+"""Replace the call nodes of an export by copies of the nodes of their templates, and add the hidden parameters.
 
-x2 = block_call(0, [x0, w0], [x1, w1], [y0])[0]    ──>    the nodes that compute y0, from x1 and w1
+x2 = block_call(0, [x0, w0], [x1, "w1"], [y0])[0]    ──>    the nodes that compute y0, from x1 and the placeholder w1
 """
 
 from __future__ import annotations
@@ -10,40 +10,48 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.export.exported_program import ExportedProgram
-from torch.export.graph_signature import TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from onnxtrain.capture.blocks.hidden_parameters import HiddenParameters
+from onnxtrain.capture.blocks.parameter_table import REVEALED
 from onnxtrain.capture.blocks.repeated_blocks import BLOCK_CALL, TEMPLATE, Copy
 from onnxtrain.capture.export.checkpoint_regions import in_new_regions
-from onnxtrain.capture.node_storage import set_storages
+from onnxtrain.capture.export.fake_tensors import Fakes
+from onnxtrain.capture.node_storage import StoragesOfCopy, set_storages
+from onnxtrain.torch_compat.fake_tensors import fake_mode_of
+from onnxtrain.torch_compat.tensors import storage_id
 
 
-def instantiate(program: ExportedProgram, copies: Sequence[Copy]) -> bool:
-    """Replace the call nodes of an export.
+def instantiate(program: ExportedProgram, copies: Sequence[Copy], hidden: HiddenParameters) -> bool:
+    """Replace the call nodes of an export, and add the parameters that it did not see.
 
     Returns:
         Whether that was possible. If not, the export is unchanged, and still has call nodes.
     """
-    if not copies:
+    if not copies and not hidden.parameters:
         return True
     module = program.graph_module
     if any(_has_calls(inner) for inner in module.modules() if inner is not module):
         return False  # torch.export has put a call into a region
-    rewrite = _Rewrite(module.graph, copies)
+    rewrite = _Rewrite(program, copies, hidden)
     if len(rewrite.copied) != len(copies):
         return False
     module.graph = rewrite.graph
     for spec in program.graph_signature.output_specs:
         if isinstance(spec.arg, TensorArgument):
             spec.arg = TensorArgument(name=rewrite.names[spec.arg.name])
+    program.graph_signature.input_specs[:] = rewrite.input_specs
+    program.state_dict.update(hidden.parameters)
     return True
 
 
 def _has_calls(module: Any) -> bool:
     return isinstance(module, GraphModule) and any(
-        node.target is BLOCK_CALL or TEMPLATE in node.meta for node in module.graph.nodes
+        node.target in (BLOCK_CALL, REVEALED) or TEMPLATE in node.meta for node in module.graph.nodes
     )
 
 
@@ -52,34 +60,76 @@ class _Rewrite:
 
     Attributes:
         graph: the copy. Its nodes are named as if all blocks had been traced.
+        input_specs: those of its placeholders.
         names: the names of the nodes in it, by their names in the original.
         copied: the numbers of the replaced calls.
     """
 
-    def __init__(self, graph: Graph, copies: Sequence[Copy]) -> None:
+    def __init__(self, program: ExportedProgram, copies: Sequence[Copy], hidden: HiddenParameters) -> None:
+        graph = program.graph_module.graph
         self.graph = Graph(graph.owning_module)
+        self.input_specs: list[InputSpec] = []
         self.names: dict[str, str] = {}
         self.copied: set[int] = set()
         self._copies = copies
         self._values: dict[Node, Node] = {}  # for each node, that of the copied graph
         self._results: dict[Node, list[Node]] = {}  # of call nodes
         self._nodes_of: dict[int, list[Node]] = {}  # the nodes of each template
+        self._parameters: dict[str, Node] = {}  # the placeholders of hidden parameters
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self._add_placeholders(dict(zip(placeholders, program.graph_signature.input_specs, strict=True)), hidden)
         for node in graph.nodes:
-            self._visit(node)
+            if node.op != "placeholder":
+                self._visit(node)
         for node, value in self._values.items():
             self.names[node.name] = value.name
+
+    def _add_placeholders(self, specs: Mapping[Node, InputSpec], hidden: HiddenParameters) -> None:
+        """Copy the placeholders, and add those of hidden parameters; parameters come first, in the export's order."""
+        if hidden.parameters:
+            seen = {str(spec.target): node for node, spec in specs.items() if spec.kind == InputKind.PARAMETER}
+            fakes = Fakes(fake_mode_of([node.meta["val"] for node in specs]))
+            for name in hidden.order:
+                if name in seen:
+                    self._copy_placeholder(seen[name], specs)
+                else:
+                    self._add_parameter(name, hidden.parameters[name], fakes)
+        for node in specs:
+            if node not in self._values:
+                self._copy_placeholder(node, specs)
+
+    def _copy_placeholder(self, node: Node, specs: Mapping[Node, InputSpec]) -> None:
+        self._values[node] = self._copy(node, self._values, dict(node.meta))
+        self.input_specs.append(specs[node])
+
+    def _add_parameter(self, name: str, parameter: torch.nn.Parameter, fakes: Fakes) -> None:
+        node = self.graph.placeholder("p_" + re.sub(r"\W", "_", name).lower())
+        value = fakes.new(parameter.shape, parameter.dtype, parameter.device, parameter.stride())
+        node.meta["val"] = value.requires_grad_(parameter.requires_grad)
+        set_storages(node.meta, StoragesOfCopy({storage_id(value): storage_id(parameter)}))
+        self._parameters[name] = node
+        self.input_specs.append(InputSpec(InputKind.PARAMETER, TensorArgument(name=node.name), name))
 
     def _visit(self, node: Node) -> None:
         template = node.meta.pop(TEMPLATE, None)
         if template is not None:
             self._nodes_of.setdefault(template, []).append(node)
-        if node.target is BLOCK_CALL:
+        if node.target is REVEALED:
+            self._reveal(node)
+        elif node.target is BLOCK_CALL:
             self._results[node] = self._instantiate(node)
             self.copied.add(node.args[0])  # type: ignore[arg-type]  # an int
         elif node.target is operator.getitem and node.args[0] in self._results:
             self._values[node] = self._results[node.args[0]][node.args[1]]  # type: ignore[index]  # a node and an int
         else:
             self._values[node] = self._copy(node, self._values, dict(node.meta))
+
+    def _reveal(self, node: Node) -> None:
+        """Let the placeholder of a revealed parameter have the fake tensor that other nodes are views of."""
+        placeholder = self._parameters[node.args[0]]  # type: ignore[index]  # a name
+        requires_grad = placeholder.meta["val"].requires_grad
+        placeholder.meta = {"val": node.meta["val"].requires_grad_(requires_grad)}
+        self._values[node] = placeholder
 
     def _copy(self, node: Node, values: Mapping[Node, Node], meta: dict[str, Any]) -> Node:
         args: Any = map_arg(node.args, values.__getitem__)
@@ -94,7 +144,8 @@ class _Rewrite:
         copy = self._copies[number]  # type: ignore[index]  # an int
         nodes = self._nodes_of.get(id(copy.template), [])
         values = _Values(self._values)
-        values.update((old, self._values[new]) for old, new in zip(of_template, own, strict=True))  # type: ignore[arg-type]
+        inputs = [self._parameters[slot] if isinstance(slot, str) else self._values[slot] for slot in own]  # type: ignore[union-attr,index]
+        values.update(zip(of_template, inputs, strict=True))  # type: ignore[arg-type]
         paths = _Paths(copy, call.meta.get("nn_module_stack") or {})
         metas = [paths.renamed(node.meta) for node in nodes]
         for meta in metas:

@@ -18,9 +18,11 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from onnxtrain.capture.blocks.call_arguments import NotReusableError
+from onnxtrain.capture.blocks.parameter_table import registered
 from onnxtrain.capture.key.snapshot import CONTAINER_TYPES, SINGLETON_TYPES, VALUE_TYPES, slots, submodules
 from onnxtrain.capture.node_storage import layout_of
 from onnxtrain.capture.structure import Identity, constant_key
+from onnxtrain.torch_compat.fake_tensors import FakeTensor
 
 Read: TypeAlias = tuple[str, str]  # the path of a submodule in the block, the name of an attribute; "*": all of them
 
@@ -48,7 +50,7 @@ class Block:
             (path, name): tensor
             for path, submodule in self.submodules.items()
             for table in ("_parameters", "_buffers")
-            for name, tensor in submodule.__dict__[table].items()
+            for name, tensor in registered(submodule, table).items()
             if tensor is not None
         }
         self._keys: dict[int, Hashable] = {}  # of objects, by their ids
@@ -73,7 +75,7 @@ class Block:
             names = [
                 (name, tensor is None)
                 for table in ("_parameters", "_buffers")
-                for name, tensor in attributes[table].items()
+                for name, tensor in registered(submodule, table).items()
             ]
             parts.append((path, type(submodule), attributes["training"], tuple(children), tuple(names)))
         return tuple(parts), tuple(map(tensor_key, self.tensors.values()))
@@ -156,9 +158,13 @@ class Block:
 
 
 def tensor_key(tensor: torch.Tensor) -> Hashable:
-    """Return what forward can know of a tensor besides its elements and its memory."""
+    """Return what forward can know of a tensor besides its elements and its memory.
+
+    The key of a parameter that is hidden is that of the fake tensor which it is in a trace.
+    """
+    kind: type = FakeTensor if type(tensor) is torch.nn.Parameter else type(tensor)
     return (
-        *(type(tensor), tensor.dtype, tensor.device, tensor.layout, layout_of(tensor)),
+        *(kind, tensor.dtype, tensor.device, tensor.layout, layout_of(tensor)),
         *(tensor.requires_grad, tensor.is_leaf, tensor.is_neg(), tensor.is_conj(), tensor.is_inference()),
     )
 

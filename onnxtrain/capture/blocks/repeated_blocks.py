@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,15 +20,18 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot, track_tensor_tree
 
 from onnxtrain.capture.blocks.call_arguments import NotReusableError, flatten, rebuild, tensors_in
+from onnxtrain.capture.blocks.hidden_parameters import LEAST_BLOCKS, HiddenParameters
 from onnxtrain.capture.blocks.module_state import Block, Read, kinds, shared, tensor_key
 from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.traced_call import Slots, TracedCall, traced_call
 from onnxtrain.capture.export.checkpoint_regions import current_annotations, current_region
+from onnxtrain.capture.export.fake_tensors import Fakes
 from onnxtrain.capture.key.key import environment
 from onnxtrain.capture.key.snapshot import submodules
 from onnxtrain.capture.node_storage import StoragesOfCopy
 from onnxtrain.capture.structure import Identity
 from onnxtrain.torch_compat.dispatch import function_modes_disabled
+from onnxtrain.torch_compat.fake_tensors import inside_kernel
 from onnxtrain.torch_compat.operators import HigherOrderOperator
 from onnxtrain.torch_compat.patch_points import CALL_MODULE
 from onnxtrain.torch_compat.replacement import in_thread
@@ -36,7 +39,6 @@ from onnxtrain.torch_compat.tensors import storage_id
 from onnxtrain.torch_compat.tracing import module_of_user
 
 TEMPLATE = "template"  # the key in a node's metadata
-_LEAST_CALLS = 3  # of a kind: two are traced
 _MOST_ATTEMPTS = 3  # calls of a kind that are traced in vain, before the blocks inside are tried
 
 
@@ -77,7 +79,8 @@ class Copy:
     """One copy of a template.
 
     Its call node takes the number of the copy; of the slots that the template uses, the template's nodes and those of
-    the copy; and the nodes of the template's results, which would be removed if nothing read them.
+    the copy, or the names of hidden parameters; and the nodes of the template's results, which would be removed if
+    nothing read them.
 
     Attributes:
         template: the template.
@@ -99,13 +102,17 @@ class RepeatedBlocks:
         module: the user's module.
         reads: the attributes that forward has read so far, which `attribute_reads` adds to.
         outside: watches what is outside of the blocks.
+        hidden: the parameters that torch.export does not see.
 
     Attributes:
         copies: the copies, by the number that their call nodes take.
     """
 
-    def __init__(self, module: torch.nn.Module, reads: set[tuple[int, str]], outside: Outside) -> None:
+    def __init__(
+        self, module: torch.nn.Module, reads: set[tuple[int, str]], outside: Outside, hidden: HiddenParameters
+    ) -> None:
         self.copies: list[Copy] = []
+        self._hidden = hidden
         self._reads = reads
         self._outside = outside
         self._modules = [submodule for _, submodule in submodules(module)]
@@ -140,7 +147,7 @@ class RepeatedBlocks:
         kind = self._kinds.get(id(module))
         if kind is None or self._is_tracing_block or self._attempts[kind] >= _MOST_ATTEMPTS:
             return None
-        is_repeated = self._count[kind] >= _LEAST_CALLS or id(module) in self._called
+        is_repeated = self._count[kind] >= LEAST_BLOCKS or id(module) in self._called
         self._called.add(id(module))
         return kind if is_repeated and environment() == self._environment else None
 
@@ -154,6 +161,12 @@ class RepeatedBlocks:
             for template in self._templates.get(state, ()):
                 if block.attributes(template.reads) == template.attributes:
                     return self._copy(tracer, template, block, slots, tensors)
+            if self._hidden.reveal(block.submodules.values()):
+                block = Block(module)
+                try:
+                    tensors, slots, state = self._state(block, tracer, args, kwargs)
+                except NotReusableError:
+                    state = None
         if state is None:
             self._attempts[kind] += 1
             return forward(*args, **kwargs)
@@ -169,8 +182,11 @@ class RepeatedBlocks:
         tensors: list[torch.Tensor] = []
         arguments, structure = flatten((args, kwargs), tensors), block.structure()
         tensors += block.tensors.values()
-        slots = _slots(block, tensors, tracer)
+        slots = _slots(block, tensors, partial(self._node_or_name, tracer))
         return tensors, slots, (structure, arguments, slots.keys, current_annotations(), self._outside.state())
+
+    def _node_or_name(self, tracer: Any, tensor: torch.Tensor) -> Node | str | None:
+        return _node_of(tracer, tensor) or self._hidden.name(tensor)
 
     @contextmanager
     def _tracing_block(self) -> Iterator[None]:
@@ -244,7 +260,7 @@ class RepeatedBlocks:
             node.meta[TEMPLATE] = id(template)  # torch.export may replace a node by another with the same metadata
         created = [r for r in call.returned if isinstance(r, Node)]
         with disable_proxy_modes_tracing():
-            new = [_empty(node.meta["val"], grad) for node, grad in zip(created, call.requires_grad, strict=True)]
+            new = [_new_like(node.meta["val"], grad) for node, grad in zip(created, call.requires_grad, strict=True)]
         storages = StoragesOfCopy()
         for number in call.used_slots:
             own = slots.storages[number]
@@ -262,11 +278,13 @@ class RepeatedBlocks:
         return rebuild(call.result, returned)
 
 
-def _slots(block: Block, tensors: Sequence[torch.Tensor], tracer: Any) -> Slots:
+def _slots(
+    block: Block, tensors: Sequence[torch.Tensor], node_of: Callable[[torch.Tensor], Node | str | None]
+) -> Slots:
     """Describe the tensors that a block takes: those of the call, then its own."""
     own = [name in block.submodules[path].__dict__["_buffers"] for path, name in block.tensors]
     writable = [False] * (len(tensors) - len(own)) + own
-    nodes = [_node_of(tracer, tensor) for tensor in tensors]
+    nodes = [*map(node_of, tensors)]
     storages = [*map(storage_id, tensors)]
     keys = tuple(map(tensor_key, tensors[: -len(own) or None])), shared(tensors, storages)
     return Slots(nodes, storages, writable, (*keys, tuple(node is None for node in nodes)))
@@ -277,15 +295,16 @@ def _node_of(tracer: Any, tensor: torch.Tensor) -> Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def _proxy(node: Node | None, tracer: Any) -> torch.fx.Proxy:
+def _proxy(node: Node | str | None, tracer: Any) -> torch.fx.Proxy | str:
     assert node is not None, "every slot that a trace uses has a node"
-    return torch.fx.Proxy(node, tracer)
+    return node if isinstance(node, str) else torch.fx.Proxy(node, tracer)
 
 
-def _empty(example: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+def _new_like(example: Any, requires_grad: bool) -> torch.Tensor:
     """Make a fake tensor with the layout of another one; if it requires a gradient, it is no leaf."""
-    size, strides = example.shape, example.stride()
-    new = torch.empty_strided(size, strides, dtype=example.dtype, device=example.device)
+    mode = example.fake_mode
+    new = Fakes(mode).new(example.shape, example.dtype, example.device, example.stride())
     if requires_grad:
-        new.mul_(torch.empty((), dtype=example.dtype, device=example.device, requires_grad=True))
+        with inside_kernel(mode):
+            new.add_(torch.empty((), dtype=example.dtype, device="meta", requires_grad=True))
     return new

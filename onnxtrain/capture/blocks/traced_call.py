@@ -30,13 +30,14 @@ class Slots:
     """The tensors that a block takes.
 
     Attributes:
-        nodes: the nodes of the call's tensors, then the block's; None for one that is not in the trace.
+        nodes: the nodes of the call's tensors, then the block's; the name of a hidden parameter; None for any other
+            tensor that is not in the trace.
         storages: their storages.
         writable: whether each is a buffer of the block.
         keys: their types, and which of them are the same.
     """
 
-    nodes: Sequence[Node | None]
+    nodes: Sequence[Node | str | None]
     storages: Sequence[int]
     writable: Sequence[bool]
     keys: Hashable
@@ -116,7 +117,7 @@ class _Names:
         self._storages: dict[int, Hashable] = {}
         self._read_only: set[int] = set()
         for index, node in enumerate(slots.nodes):
-            if node is not None:
+            if isinstance(node, Node):
                 self.slot_of.setdefault(node, index)
                 for storage in storages_of(node):
                     self._storages.setdefault(storage, ("slot", index))

@@ -215,6 +215,44 @@ def first_differs() -> Stack:
     return Stack([Attention(0), *(Block(index) for index in range(6))])
 
 
+class Backwards(Stack):
+    """The first blocks that are called are the last in the module."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+class ReadsParameters(Stack):
+    """Forward reads parameters of blocks that it does not call, and of blocks that it will call or has called."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.blocks[4].layers[0].weight, self.blocks[4].layers[0].bias)[..., :WIDTH]
+        for block in self.blocks[:5]:
+            x = block(x)
+        squares = sum(parameter.square().sum() for parameter in self.blocks.parameters())
+        return x + squares + self.blocks[5].norm(x) + self.blocks[3].norm.weight
+
+
+class CallsParts(Stack):
+    """Forward calls the parts of some of the blocks."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index % 2 else x + block.layers(block.norm(x))
+        return x
+
+
+class CallsCopy(Stack):
+    """Forward calls a block with other parameters, which are computed from its own."""
+
+    def run(self, x: Tensor) -> Tensor:
+        x = super().run(x)
+        scaled = {name: parameter * 0.5 for name, parameter in self.blocks[5].named_parameters()}
+        return torch.func.functional_call(self.blocks[5], scaled, (x,))
+
+
 COPIED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "plain": (stack, 4),
     "attention": (lambda: stack(Attention), 4),
@@ -232,6 +270,10 @@ COPIED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "one in eval mode": (partly_in_eval_mode, 3),
     "every second another": (mixed, 4),
     "the first another": (first_differs, 4),
+    "in reverse order": (lambda: Backwards([Block() for _ in range(6)]), 4),
+    "parameters are read elsewhere": (lambda: ReadsParameters([Block() for _ in range(6)]), 2),
+    "parts are called elsewhere": (lambda: CallsParts([Block() for _ in range(8)]), 4),
+    "a block with other parameters": (lambda: CallsCopy([Block() for _ in range(6)]), 4),
 }
 
 
@@ -448,6 +490,22 @@ class OwnConstants(Flat):
         return super().forward(x) + self.offset
 
 
+class DetachesParameter(Flat):
+    """Forward changes a parameter in place, which a graph cannot."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.index == 5:
+            self.layer.bias.requires_grad_(False)
+        return super().forward(x)
+
+
+class ReplacesParameter(Flat):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.index == 5:
+            self.layer.bias = nn.Parameter(torch.zeros(WIDTH))
+        return super().forward(x)
+
+
 TRACED: dict[str, Callable[[], nn.Module]] = {
     "reads its index": lambda: stack(ReadsIndex),
     "counts in a global": lambda: stack(CountsInGlobal),
@@ -464,6 +522,8 @@ TRACED: dict[str, Callable[[], nn.Module]] = {
     "returns a view of its argument": lambda: WritesToView([ReturnsView(index) for index in range(6)]),
     "writes to its argument": lambda: AddsWritten([WritesToArgument(index) for index in range(6)]),
     "tensors that are attributes": lambda: stack(OwnConstants),
+    "a parameter is changed in place": lambda: stack(DetachesParameter),
+    "a parameter is replaced": lambda: stack(ReplacesParameter),
 }
 
 
@@ -527,9 +587,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     instantiate = capture.instantiate
 
-    def counted(program: Any, copied: Sequence[Any]) -> bool:
+    def counted(program: Any, copied: Sequence[Any], hidden: Any) -> bool:
         counts.append(len(copied))
-        return instantiate(program, copied)
+        return instantiate(program, copied, hidden)
 
     monkeypatch.setattr(capture, "instantiate", counted)
     return counts
