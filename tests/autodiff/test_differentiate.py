@@ -124,3 +124,17 @@ def test_a_wrong_rule_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: object,
     op, (a,) = start(a=(FLOAT, (3,)))
     with pytest.raises(GradientError, match=says):
         joint_of(op, [op.Exp(a)], [True])
+
+
+def test_padding_and_unpadding_are_each_others_gradients() -> None:
+    """No GatherGrad restores padding, in forward or backward."""
+    op, (x, rows) = start(x=(FLOAT, ("n", 2)), rows=(INT, ("n",)))
+    padded = op.ms.PadAndUnflatten(x, rows, op.sizes([3, 4]))
+    unpadded, _ = op.ms.FlattenAndUnpad(op.Exp(padded), rows)
+    joint = joint_of(op, [unpadded], [True, False])
+    kinds = [node.op_type for node in joint.model.graph]
+    assert kinds == ["PadAndUnflatten", "Exp", "FlattenAndUnpad", "PadAndUnflatten", "Mul", "FlattenAndUnpad"]
+    values, positions = torch.randn(3, 2, requires_grad=True), torch.tensor([0, 5, 11])
+    dy = torch.randn(3, 2)
+    (dx, _) = gradients(joint, [values.detach(), positions], [dy])
+    assert_matches(dx, lambda v, d: d * v.exp(), values.detach(), dy)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from onnxtrain import DebugOptions, ORTModule
 from onnxtrain import stages as stages_module
-from onnxtrain.errors import GraphError
+from onnxtrain.errors import GraphError, ORTModuleFallbackException
 from onnxtrain.options import Options
+from onnxtrain.plan import differentiation
 from onnxtrain.report import PassReport, Refusal
 from onnxtrain.stages import Stages
 from tests.graph.small import graph_of
@@ -133,3 +135,20 @@ def test_files_of_stages_before_a_failure_are_written(tmp_path):
     with pytest.raises(GraphError):
         stages.record("optimize", broken())
     assert [p.name for p in tmp_path.iterdir()] == ["bert_torch_exported_training.onnx"]
+
+
+def test_the_forward_graph_is_written_before_gradients_are_built(tmp_path, monkeypatch):
+    """A gradient that cannot be built leaves the optimized forward graph on disk."""
+
+    def fails(*arguments):
+        raise GraphError("there is no gradient")
+
+    monkeypatch.setattr(differentiation, "differentiate", fails)
+    options = DebugOptions(save_onnx=True, onnx_prefix="m", save_path=tmp_path)
+    with pytest.raises(ORTModuleFallbackException, match="there is no gradient"):
+        ORTModule(nn.Linear(2, 2), options, fallback_policy="FALLBACK_DISABLE")(torch.ones(1, 2))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "m_torch_exported_training.onnx",
+        "m_optimized_pre_grad_training.onnx",
+    }
+    onnx.checker.check_model(onnx.load(tmp_path / "m_optimized_pre_grad_training.onnx"))

@@ -481,6 +481,11 @@ def test_custom_ops_of_a_library(tmp_path: Path) -> None:
     assert_matches(
         found, lambda x, p, t: with_gradients(F.mse_loss(x.relu() @ p["w"], t), p), x, in_torch(model), target
     )
+    with_library = ort.SessionOptions()
+    with_library.register_custom_ops_library(str(library))
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    by_api = Module(tmp_path / "training_model.onnx", state, session_options=with_library)
+    assert by_api(x, target) == loss
 
 
 def test_numbers_of_constants() -> None:

@@ -666,3 +666,18 @@ def test_the_commands_refuse_what_is_not_quantized(
     small = quantized(trained, tmp_path)
     assert cli.main(["artifacts", str(small), "-o", str(tmp_path / "plain")]) == cli.FAILED
     assert "add --qat" in " ".join(capsys.readouterr().err.split())
+
+
+def test_pairs_without_a_zero_point_are_unsigned(tmp_path: Path) -> None:
+    """As ONNX says; ONNX Runtime Training took them for int8."""
+    nodes = [
+        node("QuantizeLinear", ["x", "scale"], ["q"]),
+        node("DequantizeLinear", ["q", "scale"], ["rounded"]),
+        node("MatMul", ["rounded", "w"], ["y"]),
+    ]
+    model = by_hand(nodes, {"w": np.eye(6, 4, dtype=np.float32), "scale": np.float32(0.5)}, ["n", 6])
+    generate_artifacts(model, requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path)
+    x = np.array([[-3.0, -0.2, 0.3, 1.2, 127.4, 300.0]], np.float32)
+    (expected,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    assert expected.min() == 0
+    assert Stock(tmp_path).step(x, expected)[0] == 0

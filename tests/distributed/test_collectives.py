@@ -18,9 +18,26 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 
 WORLD = 2
+
+
+def reduced_in_place(x: torch.Tensor) -> torch.Tensor:
+    """As scripts call it: in place, with a group."""
+    total = x.detach().clone()
+    dist.all_reduce(total, group=dist.group.WORLD)
+    return x * total
+
+
+def gathered_in_list(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(dist.group.WORLD))]
+    dist.all_gather(parts, x.detach(), group=dist.group.WORLD)
+    return torch.cat([x, *parts])
+
+
 COLLECTIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all_reduce": lambda x: collectives.all_reduce(x, "sum", dist.group.WORLD),
     "all_gather": lambda x: collectives.all_gather_tensor_autograd(x, 0, dist.group.WORLD),
+    "dist.all_reduce": reduced_in_place,
+    "dist.all_gather": gathered_in_list,
     "reduce_scatter": lambda x: collectives.reduce_scatter_tensor_autograd(x, "sum", 0, dist.group.WORLD),
 }
 

@@ -65,6 +65,14 @@ def gated_backward(op: Builder, dy: ir.Value, gate: ir.Value, up: ir.Value, silu
     return op.ms.QuickGeluGrad(op.Mul(dy, up), gate, alpha=1.0), op.Mul(dy, silu)
 
 
+def gelu_gated(op: Builder, gate: ir.Value, up: ir.Value) -> ir.Value:
+    return op.Mul(op.ms.Gelu(gate), up)
+
+
+def gelu_gated_backward(op: Builder, dy: ir.Value, gate: ir.Value, up: ir.Value) -> tuple[ir.Value, ...]:
+    return op.ms.GeluGrad(op.Mul(dy, up), gate), op.Mul(dy, op.ms.Gelu(gate))
+
+
 def added_norm(op: Builder, x: ir.Value, residual: ir.Value, scale: ir.Value) -> tuple[ir.Value, ...]:
     total = op.Add(x, residual)
     y, inv_std = op.ms.SimplifiedLayerNormalization(total, scale, axis=-1, epsilon=1e-6)
@@ -91,6 +99,8 @@ def summed(op: Builder, x: ir.Value, y: ir.Value) -> ir.Value:
 KINDS: dict[str, tuple[Build, Sequence[str]]] = {
     "silu * up": (gated, ["b s h", "b s h"]),
     "silu * up, backward": (gated_backward, ["b s h"] * 4),
+    "gelu * up": (gelu_gated, ["b s h", "b s h"]),
+    "gelu * up, backward": (gelu_gated_backward, ["b s h"] * 3),
     "add + RMS norm": (added_norm, ["b s 48", "b s 48", "48"]),
     "RMS norm, backward": (norm_backward, ["b s 48", "b s 48", "48", "b s 1", "b s 48"]),
     "scaled softmax": (softmax_of_scaled, ["b s h", "b 1 h"]),

@@ -167,6 +167,33 @@ def test_a_model_without_blocks_is_one_leaf(deepspeed: Any) -> None:
             assert all(map(torch.equal, losses_and_gradients(subject), expected))
 
 
+class Words(nn.Module):
+    """Embeds ids; under stage 3 its table has no rows when it is captured."""
+
+    def __init__(self, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH, padding_idx=padding_idx)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.table((x[:, 0] * 3).long() % 7))
+
+
+@pytest.mark.parametrize("wrap", [ORTModule, onnxtrain.prepare])
+def test_embeddings_under_zero_stage_3(wrap: Any, deepspeed: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Words(padding_idx) for padding_idx in (None, 0, None)))
+    expected = losses_and_gradients(copy.deepcopy(model))
+    subject = wrap(model)
+    deepspeed(subject)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = losses_and_gradients(model, subject)
+    assert all(map(torch.equal, got, expected))
+    subject(X)
+    assert not any(parameter.numel() for parameter in model.parameters()), "not released after forward"
+
+
 def test_hooked_blocks_of_an_ortmodule_are_graphs() -> None:
     torch.manual_seed(0)
     eager = Tower()

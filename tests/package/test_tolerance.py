@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
 from torch import nn
 
 from onnxtrain.execute.tolerance import error_and_bound, is_noise, noisiest, perturbed
+from onnxtrain.testing import assert_no_worse_than_eager
 
 
 def backward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -50,3 +52,31 @@ def test_perturbed_parameters_are_off_by_one_rounding() -> None:
 @pytest.mark.parametrize(("exact", "noise"), [(1e-17, True), (1e-9, False)])
 def test_only_a_result_that_is_zero_is_noise(exact: float, noise: bool) -> None:
     assert is_noise(1e-8, torch.full((3,), exact, dtype=torch.float64)) is noise
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_nan_and_infinity_match_only_themselves(dtype: torch.dtype) -> None:
+    special = torch.tensor([1.0, math.nan, math.inf, -math.inf, 0.0], dtype=dtype)
+    assert_no_worse_than_eager("equal", special.clone(), special, special.double())
+    for index in range(len(special)):
+        for wrong in (2.0, 7.0, torch.finfo(dtype).max, math.nan, math.inf, -math.inf):
+            got = special.clone()
+            got[index] = wrong
+            if torch.allclose(got, special, rtol=0, atol=0, equal_nan=True):
+                continue
+            with pytest.raises(AssertionError):
+                assert_no_worse_than_eager("another", got, special, special.double())
+
+
+def test_other_elements_are_judged_beside_nan_and_infinity() -> None:
+    exact = torch.tensor([math.nan, math.inf, 1.0], dtype=torch.float64)
+    eager = exact.float()
+    assert_no_worse_than_eager("rounded", eager + 1e-7, eager, exact)
+    with pytest.raises(AssertionError, match=r"worst at \[2\]"):
+        assert_no_worse_than_eager("wrong", eager + torch.tensor([0, 0, 1e-3]), eager, exact)
+
+
+def test_results_of_another_dtype_are_refused() -> None:
+    exact = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="dtype"):
+        assert_no_worse_than_eager("half", exact.half(), exact.float(), exact)
