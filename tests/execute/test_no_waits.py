@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,9 @@ import tests.ops
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.recorded_program import Recordings
+from onnxtrain.ops import OPS, Effects
+from onnxtrain.ops.constructors import never
+from onnxtrain.ops.definition import Kernel
 from onnxtrain.plan.cut import Part, cut, single_part
 from tests.execute.cpu_recorder import CpuRecorder, Recorders
 from tests.op_case import CaseCheck, OpCase
@@ -83,3 +88,17 @@ def test_recordable_gpu_kernels_copy_nothing_to_or_from_the_host(family: str, mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     for case in importlib.import_module(f"tests.ops.{family}").CASES:
         run_case(case, torch.float32)
+
+
+def test_the_documentation_lists_the_operators_that_may_wait() -> None:
+    default = next(field.default for field in dataclasses.fields(Kernel) if field.name == "synchronizes")
+    waiting = {
+        name
+        for (_, name), definition in OPS.items()
+        if Effects.HOST_SYNC in definition.effects
+        or any(kernel.synchronizes not in (default, never) for kernel in definition.kernels)
+    }
+    page = (pathlib.Path(__file__).parents[2] / "docs/explanation/gpu.md").read_text()
+    _, _, table = page.partition("| operators | wait |\n|---|---|\n")
+    rows = [line.split("|") for line in table.partition("\n\n")[0].splitlines()]
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row[1])) == sorted(waiting)
