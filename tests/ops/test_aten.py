@@ -13,6 +13,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
+from tests.reference import assert_each_no_worse, assert_matches
 from tests.torch_version import needs_torch
 
 Call = Callable[[torch.Tensor], Any]
@@ -40,6 +41,11 @@ def backward_ops(module: ORTModule) -> list[str]:
     return [node.op_type for backward in backwards for node in backward.program.part.nodes]
 
 
+def dense(gradient: Any) -> torch.Tensor:
+    """Make a sparse gradient dense, and a complex one real: the tolerance is one of real values."""
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient.to_dense()
+
+
 def is_traced(module: ORTModule) -> bool:
     return "ATenGrad" not in backward_ops(module)
 
@@ -47,28 +53,30 @@ def is_traced(module: ORTModule) -> bool:
 def compare(eager: nn.Module, batches: list[torch.Tensor]) -> ORTModule:
     """Compare outputs, gradients and the state of the generator with eager's, for all batches with one capture."""
     ours = ORTModule(copy.deepcopy(eager), rng="torch")
+    wide = copy.deepcopy(eager).double()._apply(lambda t: t.cdouble() if t.is_complex() else t)
     for x in batches:
         results = []
-        for module in (ours, eager):
+        for module in (ours, eager, wide):
             torch.manual_seed(len(x))
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*runs in PyTorch")
-                result = module(x)
+                result = module(x.double() if module is wide and x.is_floating_point() else x)
             outputs = result if isinstance(result, tuple) else (result,)
             generator = torch.Generator().manual_seed(1)
-            cotangents = [torch.randn(o.shape, dtype=o.dtype, generator=generator) for o in outputs]
-            pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+            dtypes = [o.dtype for o in (results[0][0] if results else outputs)]  # of the samples, also in float64
+            samples = [torch.randn(o.shape, dtype=d, generator=generator) for o, d in zip(outputs, dtypes, strict=True)]
+            pairs = [(o, c.to(o.dtype)) for o, c in zip(outputs, samples, strict=True) if o.requires_grad]
             torch.autograd.backward([o for o, _ in pairs], [c for _, c in pairs])
             results.append((outputs, torch.get_rng_state()))
-        for got, expected in zip(*(outputs for outputs, _ in results), strict=True):
-            torch.testing.assert_close(got, expected)
-            assert got.requires_grad == expected.requires_grad
+        assert_each_no_worse("output", *(outputs for outputs, _ in results))
+        assert [o.requires_grad for o in results[0][0]] == [o.requires_grad for o in results[1][0]]
         assert torch.equal(results[0][1], results[1][1])
-    for (name, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
+    for name, q in eager.named_parameters():
+        p = ours.get_parameter(name)
         assert p.grad is not None
         assert q.grad is not None
         assert p.grad.layout == q.grad.layout
-        torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), msg=lambda text, name=name: f"{name}: {text}")
+        assert_each_no_worse(name, *(dense(t.grad) for t in (p, q, wide.get_parameter(name))))
     assert engine_of(ours).captures == 1
     return ours
 
@@ -136,10 +144,11 @@ def test_cotangents_may_have_any_strides() -> None:
     """An operator in backward may require contiguous tensors, while the gradient of a sum has strides of 0."""
     eager = Calls(lambda x: torch.view_as_real(torch.fft.fft(x)))
     ours = ORTModule(copy.deepcopy(eager))
-    for module in (ours, eager):
-        module(torch.ones(5, 6)).sum().backward()
-    for p, q in zip(ours.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+
+    def gradients(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(module(x).sum(), [*module.parameters()])
+
+    assert_matches(gradients(ours, torch.ones(5, 6)), gradients, eager, torch.ones(5, 6))
 
 
 def test_as_strided_of_a_contiguous_tensor() -> None:

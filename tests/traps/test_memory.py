@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from onnxtrain import ORTModule
+from tests.reference import assert_each_no_worse, float64_by_default
 from tests.zoo.checks import compared, count_captures
 from tests.zoo.entry import Call, Draw, ZooModel
 
@@ -38,25 +41,24 @@ def pair(function: Callable[..., Any]) -> tuple[nn.Module, nn.Module]:
     return ORTModule(Function(function), rng="torch"), Function(function)
 
 
-def same(got: Any, eager: Any) -> None:
+def same(got: Any, eager: Any, exact: Any) -> None:
     assert type(got) is type(eager)
-    if isinstance(eager, torch.Tensor):
-        torch.testing.assert_close(got, eager)
-    elif isinstance(eager, (tuple, list)):
-        assert len(got) == len(eager)
-        for a, b in zip(got, eager, strict=True):
-            same(a, b)
+    if isinstance(eager, (tuple, list)):
+        for each in zip(got, eager, exact, strict=True):
+            same(*each)
     else:
-        assert got == eager
+        assert_each_no_worse("result", got, eager, exact)
 
 
-def assert_same_runs(modules: tuple[nn.Module, nn.Module], run: Callable[[nn.Module], Any]) -> None:
-    """Run the same calls in onnxtrain and in eager: results or errors, then gradients, must be equal."""
+def assert_same_runs(modules: tuple[nn.Module, ...], run: Callable[[nn.Module], Any]) -> None:
+    """Run the same calls in onnxtrain and in eager: results or errors, then gradients, must be equal up to rounding."""
     results: list[Any] = []
-    for module in modules:
+    modules = (*modules, copy.deepcopy(modules[1]).double())
+    for module, context in zip(modules, (nullcontext, nullcontext, float64_by_default), strict=True):
         module.zero_grad()
         try:
-            results.append(run(module))
+            with context():
+                results.append(run(module))
         except RuntimeError as error:
             results.append(f"raises {type(error).__name__}")
     same(*results)
@@ -343,7 +345,7 @@ def test_two_gradients_do_not_share_memory() -> None:
         for name in ("bias", "square"):
             gradient = module.get_parameter(name).grad
             assert gradient is not None
-            torch.testing.assert_close(gradient, torch.full_like(gradient, step))
+            assert torch.equal(gradient, torch.full_like(gradient, step))
         assert torch.equal(cotangent, torch.ones_like(y))
 
 
@@ -370,7 +372,7 @@ def test_outputs_and_gradients_stay_as_they_are_in_later_steps() -> None:
         kept += [*outputs, *(p.grad for p in module.parameters() if p.grad is not None)]
         if step == 0:
             first = [t.detach().clone() for t in kept]
-    same([t.detach() for t in kept[: len(first)]], first)
+    assert all(map(torch.equal, kept[: len(first)], first))
     assert count_captures(module) == 1
 
 
