@@ -19,7 +19,7 @@ from rich.console import Console
 
 from onnxtrain.errors import OptionError
 from onnxtrain.frontend.ort_module import ORTModule
-from onnxtrain.log import LOG
+from onnxtrain.log import LOG, warn_once
 from onnxtrain.options import JSON_VARIABLE, Options
 from onnxtrain.options.table import replace_default
 from onnxtrain.options.without_effect import VARIABLES
@@ -88,7 +88,7 @@ class PropagateCastOpsStrategy(IntEnum):
 
 @dataclass
 class TrainingParameters:
-    """Settings of the trainer that preceded ORTModule and no longer exists. Nothing reads them."""
+    """Settings of the trainer that preceded ORTModule and no longer exists. Nothing reads them: a warning says so."""
 
     loss_output_name: str = ""
     mixed_precision_type: str = "fp32"
@@ -101,6 +101,11 @@ class TrainingParameters:
     enable_grad_norm_clip: bool = True
     set_gradients_as_graph_outputs: bool = False
     use_memory_efficient_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        warn_once(
+            "TrainingParameters has no effect: ORTModule takes DebugOptions and the options of `onnxtrain options`."
+        )
 
 
 def is_ortmodule_available() -> bool:

@@ -24,7 +24,8 @@ BEGIN, END = "<!-- names: written by python -m tests.dropin.names -->\n", "<!-- 
 
 DIFFERS = {
     "PropagateCastOpsStrategy": "names only: casts stay where autocast inserts them; the JSON key is logged",
-    "TrainingParameters": "values only: the trainer that read them was removed before the last release",
+    "TrainingParameters": "a warning says that nothing reads its values: its trainer was removed before the last "
+    "release",
     "has_collective_ops": "always False: collectives are PyTorch's",
     "is_triton_enabled": "whether the installed torch has Triton; kernels come from Inductor",
     "set_seed": "also seeds PyTorch, from whose generators ORTModule samples",
@@ -39,9 +40,10 @@ DIFFERS = {
     "ortmodule.is_torch_cpp_extensions_installed": "always True: there are no extensions to build",
     "ortmodule.DebugOptions": "`torch_exporter_filter` and `onnxruntime_log_filter` list messages that do not occur",
     "optim.FusedAdam": "also on a CPU, in float64 and bfloat16",
-    "utils.hooks.configure_ort_compatible_zero_stage3": "only `debug` has an effect: modules run as graphs under ZeRO "
-    "stage 3 without it",
-    "utils.hooks.ZeROOffloadSubscriber": "changes nothing: DeepSpeed's own hooks gather and release parameters",
+    "utils.hooks.configure_ort_compatible_zero_stage3": "`debug=True` writes statistics; else a warning says that "
+    "modules run as graphs under ZeRO stage 3 as they are",
+    "utils.hooks.ZeROOffloadSubscriber": "a warning says that it changes nothing: DeepSpeed's own hooks gather and "
+    "release parameters",
     "torchdynamo.ort_backend.OrtBackend": "a graph runs on the device of its tensors, and PyTorch allocates the "
     "outputs: a given `ep` or `preallocate_output` is logged as ignored",
     "torchdynamo.register_backend.make_aot_ort": "a graph serves all sizes, also without `dynamic`",

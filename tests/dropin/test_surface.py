@@ -273,6 +273,14 @@ def test_the_backends_of_torch_compile(name: str) -> None:
     assert dynamo.captures() == 1
 
 
+def test_settings_of_the_removed_trainer_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("onnxtrain.log._logged", set())
+    assert found("TrainingParameters")(world_size=2).world_size == 2
+    assert "TrainingParameters has no effect" in caplog.text
+
+
 def test_backend_settings_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     found("torchdynamo.ort_backend.OrtBackend")("CUDAExecutionProvider", preallocate_output=True)
     assert "OrtBackend(ep='CUDAExecutionProvider') has no effect" in caplog.text

@@ -270,7 +270,10 @@ def test_runs_without_a_common_step(tmp_path: Path) -> None:
         merge(tmp_path / "pt", tmp_path / "ort", tmp_path / "m")
 
 
-def test_configuring_zero_stage_3_writes_statistics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_configuring_zero_stage_3_writes_statistics(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("onnxtrain.log._logged", set())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="DeepSpeed is not installed"):
         configure_ort_compatible_zero_stage3()
@@ -287,6 +290,7 @@ def test_configuring_zero_stage_3_writes_statistics(monkeypatch: pytest.MonkeyPa
     offload_module = SimpleNamespace(DeepSpeedZeRoOffload=DeepSpeedZeRoOffload)
     monkeypatch.setattr("importlib.import_module", lambda name: offload_module)
     configure_ort_compatible_zero_stage3()
+    assert "configure_ort_compatible_zero_stage3() has no effect without debug=True" in caplog.text
     DeepSpeedZeRoOffload(torch.nn.Linear(2, 2)).module(torch.ones(1, 2))
     assert not list(tmp_path.iterdir())
     configure_ort_compatible_zero_stage3(debug=True, stats_output_dir=tmp_path, stats_overwrite=True)
@@ -295,4 +299,5 @@ def test_configuring_zero_stage_3_writes_statistics(monkeypatch: pytest.MonkeyPa
     assert offload.is_set_up
     assert {file.name for file in (tmp_path / "step_0").iterdir()} == {"order.txt", "Linear_0_0th_output_forward"}
     SubscriberManager().subscribe(offload.module, [ZeROOffloadSubscriber(offload)])
+    assert "ZeROOffloadSubscriber has no effect" in caplog.text
     assert offload.module(torch.ones(1, 2)).shape == (1, 2)

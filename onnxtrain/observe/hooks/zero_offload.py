@@ -8,10 +8,12 @@ import os
 from typing import Any
 
 from onnxtrain.errors import OnnxTrainError
+from onnxtrain.log import warn_once
 from onnxtrain.observe.hooks.manager import SubscriberManager
 from onnxtrain.observe.hooks.statistics import StatisticsSubscriber
 from onnxtrain.observe.hooks.subscriber import SubscriberBase
 
+_AS_THEY_ARE = "modules run as graphs under DeepSpeed's ZeRO stage 3 as they are."
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 
 
@@ -24,8 +26,9 @@ def configure_ort_compatible_zero_stage3(
 ) -> None:
     """Write statistics of the models that DeepSpeed trains with ZeRO stage 3 from now on, if `debug` is set.
 
-    There is nothing else to configure: DeepSpeed's own hooks gather the parameters of a block, around its graph. Run
-    once in PyTorch and once with onnxtrain to compare the two (`merge_activation_summary`).
+    There is nothing else to configure: DeepSpeed's own hooks gather the parameters of a block, around its graph.
+    Without `debug`, a warning says so. Run once in PyTorch and once with onnxtrain to compare the two
+    (`merge_activation_summary`).
 
     Args:
         debug: whether to subscribe a `StatisticsSubscriber` to each such model; it cannot be unset.
@@ -39,6 +42,7 @@ def configure_ort_compatible_zero_stage3(
     if importlib.util.find_spec("deepspeed") is None:
         raise ZeROStage3Error("DeepSpeed is not installed.", todo="pip install deepspeed")
     if not debug:
+        warn_once(f"configure_ort_compatible_zero_stage3() has no effect without debug=True: {_AS_THEY_ARE}")
         return
     offload = importlib.import_module(_OFFLOAD).DeepSpeedZeRoOffload
     set_up = offload.setup_zero_stage3_hooks
@@ -52,13 +56,14 @@ def configure_ort_compatible_zero_stage3(
 
 
 class ZeROOffloadSubscriber(SubscriberBase):
-    """A subscriber that changes nothing: the hooks that `offloader` registers gather and release the parameters.
+    """A subscriber that changes nothing, and warns so: DeepSpeed's hooks gather and release the parameters.
 
     Args:
         offloader: DeepSpeed's `DeepSpeedZeRoOffload`.
-        one_time_init, enable_debug_info: accepted as in ONNX Runtime Training, without effect.
+        one_time_init, enable_debug_info: as in ONNX Runtime Training; nothing reads them.
     """
 
     def __init__(self, offloader: Any, one_time_init: Any = None, enable_debug_info: bool = False) -> None:
         super().__init__()
+        warn_once(f"ZeROOffloadSubscriber has no effect: {_AS_THEY_ARE}")
         self.offloader = offloader
