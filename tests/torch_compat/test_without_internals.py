@@ -45,6 +45,8 @@ def check(outcome: Outcome) -> None:
     assert not outcome.error, f"{outcome.model} without {outcome.without}:\n{outcome.error}"
     entry = ENTRIES.get(outcome.without)
     cost = "" if entry is None else entry.cost
+    if entry is None and outcome.model == "custom-function":
+        cost = ENTRIES["backward_class"].cost
     if "in PyTorch" not in cost and MODELS[outcome.model].falls_back is None:
         assert not outcome.fallbacks, f"{outcome.model} without {outcome.without}: {outcome.fallbacks}"
         several = entry is None or "captures" in cost or "specialize" in cost

@@ -85,6 +85,8 @@ class CreatedFakes:
         if all(tensor is None for tensor, _ in remaining):
             return
         with _frozen_objects_visible():
+            if not _are_held([tensor for tensor, _ in remaining if tensor is not None], frozenset({id(remaining)})):
+                return
             for tensor, location in remaining:
                 holders = [] if tensor is None else _holders(tensor, frozenset({id(remaining)}))
                 if tensor is None or not holders:
@@ -156,6 +158,21 @@ def _holders(value: Any, own: frozenset[int]) -> list[Any]:
     referrers = gc.get_referrers(value)
     own |= {id(referrers)}
     return [h for h in referrers if id(h) not in own and _may_belong_to_user(h, own)]
+
+
+def _are_held(values: list[Any], own: frozenset[int]) -> bool:
+    """Return whether `_holders` would find a referrer of one of these values.
+
+    This searches for all at once: each call of get_referrers visits every object of the process.
+    """
+    referrers = gc.get_referrers(*values)
+    own |= {id(values), id(referrers)}
+    others = [h for h in referrers if id(h) not in own]
+    tuples = [h for h in others if isinstance(h, tuple)]
+    own |= {id(others), id(tuples), *map(id, tuples)}
+    if any(_may_belong_to_user(h, own) for h in others if not isinstance(h, tuple)):
+        return True
+    return bool(tuples) and _are_held(tuples, own)
 
 
 def _may_belong_to_user(holder: Any, own: frozenset[int]) -> bool:
