@@ -156,19 +156,25 @@ def main() -> None:
         if not (process := os.fork()):
             os.environ["ONNXTRAIN_WITHOUT_INTERNALS"] = without
             for name in models.split(","):
-                sys.stdout.write(json.dumps(asdict(train(without, name))) + "\n")
-                sys.stdout.flush()
+                write(train(without, name))
             os._exit(0)
-        os.waitpid(process, 0)
+        _, status = os.waitpid(process, 0)
+        if status:
+            write(Outcome(without, models, error=f"the process ended with status {status}"))
+
+
+def write(outcome: Outcome) -> None:
+    sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+    sys.stdout.flush()
 
 
 def train(without: str, name: str) -> Outcome:
     """Compare a model's gradients at all its sizes with eager's, and its parameters after two steps."""
-    from tests.zoo.checks import Comparison, count_captures, fallbacks
-    from tests.zoo.test_zoo import MOMENTUM
-
     entry = MODELS[name]
     try:
+        from tests.zoo.checks import Comparison, count_captures, fallbacks
+        from tests.zoo.test_zoo import MOMENTUM
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             compare = Comparison(entry)
