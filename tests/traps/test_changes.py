@@ -25,6 +25,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.reference import assert_each_no_worse
 from tests.zoo.checks import Comparison, compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square, wide
 
@@ -223,8 +224,7 @@ def test_another_kind_of_call(name: str) -> None:
     def run(side: Any) -> Any:
         torch.manual_seed(0)
         side.module.zero_grad()
-        x = Draw(3).floats(3, WIDTH, grad=True).to(side.dtype)
-        x.retain_grad()
+        x = Draw(3).floats(3, WIDTH).to(side.dtype).requires_grad_()
         call = now.arguments(x)
         output = side.run(*call.args, **call.kwargs)
         if any(t.requires_grad for t in tensors(output)):
@@ -234,18 +234,18 @@ def test_another_kind_of_call(name: str) -> None:
 
     for _ in range(2):
         for now.arguments in calls:
-            assert_same(run(compare.got), run(compare.eager))
+            assert_same(*map(run, compare.sides()))
 
 
-def assert_same(got: Any, eager: Any) -> None:
+def assert_same(got: Any, eager: Any, exact: Any) -> None:
     assert type(got) is type(eager)
     if isinstance(eager, torch.Tensor):
-        torch.testing.assert_close(got, eager, equal_nan=True)
+        assert_each_no_worse("result", got, eager, exact)
         assert got.requires_grad == eager.requires_grad
         assert got.stride() == eager.stride()
     elif isinstance(eager, (list, tuple)):
-        for a, b in zip(got, eager, strict=True):
-            assert_same(a, b)
+        for each in zip(got, eager, exact, strict=True):
+            assert_same(*each)
     else:
         assert got == eager
 
@@ -618,7 +618,7 @@ def test_another_state_of_pytorch(name: str, first: bool) -> None:
 
     def run(side: Any, context: Context) -> Any:
         side.module.zero_grad()
-        x = Draw(3).floats(3, WIDTH, grad=True)
+        x = Draw(3).floats(3, WIDTH).to(side.dtype).requires_grad_()
         with context() as entered:
             output = side.run(x)
         if any(t.requires_grad for t in tensors(output)):
@@ -626,14 +626,14 @@ def test_another_state_of_pytorch(name: str, first: bool) -> None:
         gradients = [p.grad for p in side.module.parameters()]
         return [
             [t.is_inference() for t in tensors(output)],
-            getattr(entered, "operators", []),
+            str(getattr(entered, "operators", [])),
             output,
             x.grad,
             gradients,
         ]
 
     for context in [*contexts, nullcontext, *contexts] if first else [nullcontext, *contexts, nullcontext]:
-        assert_same(run(compare.got, context), run(compare.eager, context))
+        assert_same(*(run(side, context) for side in compare.sides()))
 
 
 @pytest.mark.filterwarnings("ignore:.*runs in PyTorch:UserWarning")
@@ -642,11 +642,12 @@ def test_forward_mode_differentiation_after_the_first_step() -> None:
     compare.train(*SIZES)
     x, tangent = Draw(3).floats(3, WIDTH, grad=True), Draw(4).floats(3, WIDTH)
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, tangent)
-        pairs = [torch.autograd.forward_ad.unpack_dual(side.run(dual)) for side in (compare.got, compare.eager)]
-        for ours, eager in zip(*pairs, strict=True):
-            assert eager is not None
-            torch.testing.assert_close(ours, eager)
+        results = []
+        for side in compare.sides():
+            dual = torch.autograd.forward_ad.make_dual(x.to(side.dtype), tangent.to(side.dtype))
+            results.append([*torch.autograd.forward_ad.unpack_dual(side.run(dual))])
+        assert results[1][1] is not None
+        assert_each_no_worse("dual", *results)
     compare.train(*SIZES)
 
 

@@ -9,7 +9,7 @@ from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.attention import compiled_kernels
 from onnxtrain.ops.random import keyed_bits
-from tests.zoo.checks import Comparison
+from tests.zoo.checks import Comparison, compare_named
 from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
 
@@ -49,9 +49,7 @@ def test_compiled_kernels_train_as_operators_do(name: str) -> None:
         found.append({n: p.grad for n, p in module.named_parameters()} | {"loss": loss.detach()})
         assert ("compiled" in engine_of(module).newest().unit.forward.source) == native
     operators, kernels = found
-    for key, expected in operators.items():
-        if expected is not None:
-            torch.testing.assert_close(kernels[key], expected, rtol=1e-9, atol=1e-11)
+    compare_named(name, kernels, operators, operators)
 
 
 def fast_or_operators(module: torch.nn.Module, native: bool) -> torch.nn.Module:
