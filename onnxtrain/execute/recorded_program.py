@@ -217,8 +217,9 @@ class RecordedProgram:
             if recording is not None:
                 return recording.run(tensors)
         results, sizes = self._ordinary(drain(tensors), sizes_in)
-        visible = results[: self._program.part.num_user_outputs]
-        entry.returned = {i: StorageWeakRef(t.untyped_storage()) for i, t in enumerate(visible) if t is not None}
+        if entry.calls > 1:  # the compilation may hold those of the first call until garbage is collected
+            visible = results[: self._program.part.num_user_outputs]
+            entry.returned = {i: StorageWeakRef(t.untyped_storage()) for i, t in enumerate(visible) if t is not None}
         return results, sizes
 
     def _recording(self, entry: Sizes, tensors: Sequence[torch.Tensor], sizes_in: Sequence[int]) -> Recording | None:

@@ -13,6 +13,7 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.execute.recorded_program import CALLS, MOST_RECORDINGS, Recording
 from onnxtrain.execute.recorded_results import ResultMemory
+from onnxtrain.frontend.prepare import prepare
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.execute.cpu_recorder import Recorders
 from tests.execute.test_recorded_program import small, small_step
@@ -47,6 +48,22 @@ def test_what_forward_keeps_is_read_where_it_is(log: Recorders) -> None:
     assert kept
     assert kept <= set(backward.addresses)
     assert [t.shape for t in (*forward.inputs, *backward.inputs)] == [(3, 4), (3, 4), (3, 4)]
+
+
+def test_blocks_read_each_others_results_where_they_are(log: Recorders) -> None:
+    """The first call compiles; what the compilation still holds at the second call is not taken for the user's."""
+    blocks = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    module = nn.Sequential(nn.Sequential(*blocks)).double()
+    model = prepare(module, regional=True, rng="torch", cuda_graphs=True)
+    for number in range(CALLS + 2):
+        model.zero_grad()
+        loss = model(torch.full((3, 4), float(number), dtype=torch.float64)).square().sum()
+        loss.backward()
+        del loss
+    assert log.since() == (6, 12)
+    assert not any(m.is_copied for recording in log.recordings() for m in recording.memories)
+    # The batch, which the first block reads twice, and the cotangent that PyTorch computes.
+    assert sum(len(recording.inputs) for recording in log.recordings()) == 3
 
 
 def test_results_kept_from_some_call_on_are_copied_from_then_on(log: Recorders) -> None:
