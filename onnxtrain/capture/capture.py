@@ -61,6 +61,7 @@ from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.key import attribute_reads
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.refusals import refuse_moved_results, refuse_outside_tensor
+from onnxtrain.capture.sharded.parameters import ShardedParameters
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
 from onnxtrain.errors import (
     CaptureError,
@@ -160,6 +161,7 @@ class _Wrapper(torch.nn.Module):
 
     elements: ElementDecisions
     surroundings: Surroundings
+    local_tensors: Callable[[], AbstractContextManager[None]]
 
     def __init__(
         self,
@@ -175,6 +177,8 @@ class _Wrapper(torch.nn.Module):
         self.__dict__["_side_effects"] = side_effects
         self.__dict__["surroundings"] = side_effects.surroundings
         self.__dict__["_call_forward"] = call_forward or module
+        sharded = ShardedParameters(module)
+        self.__dict__["local_tensors"], self.__dict__["_as_values"] = sharded.as_local_tensors, sharded.as_values
         self.fakes = CreatedFakes()
         self.module = module
         self.hidden = HiddenParameters(self)
@@ -192,7 +196,7 @@ class _Wrapper(torch.nn.Module):
         layouts = Layouts(self.module, tensors)
         self.fakes.begin()
         try:
-            with self.elements.answering(), self.hidden.during_forward():
+            with self.elements.answering(), self.hidden.during_forward(), self.__dict__["_as_values"]():
                 leaves, self.output.structure = flatten_output(self.__dict__["_call_forward"](*args, **kwargs))
         except UndecidedError as decision:
             return [decision.tensor]
@@ -285,7 +289,7 @@ def _first_valid_capture(
 def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool) -> Captured:
     module, structure = wrapper.module, wrapper.structure
     outside = OutsideTensors()
-    with capturing(), refuse_other_generators(module), plain_four_bit_weights(module) as parts:
+    with capturing(), refuse_other_generators(module), plain_four_bit_weights(module) as parts, wrapper.local_tensors():
         with attribute_reads() as reads, outside.recording():
             program = _export_blocks_once(wrapper, decisions, reads, outside)
             while wrapper.elements.is_undecided:

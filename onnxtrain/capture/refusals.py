@@ -10,6 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onnxtrain.capture.four_bit_weights import is_four_bit, refuse_four_bit
+from onnxtrain.capture.sharded.layout import is_sharded
+from onnxtrain.capture.sharded.parameters import is_hook_of_style
 from onnxtrain.capture.structure import PLAIN_TENSORS, Structure
 from onnxtrain.errors import CaptureError, ORTModuleIOError, ORTModuleTorchModelException
 from onnxtrain.graph import traversal
@@ -144,13 +146,13 @@ def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -
     subclasses = [
         f"{name}: {type(parameter).__qualname__}"
         for name, parameter in module.named_parameters()
-        if type(parameter) not in PLAIN_TENSORS and not is_four_bit(parameter)
+        if type(parameter) not in PLAIN_TENSORS and not is_four_bit(parameter) and not is_sharded(parameter)
     ]
     if subclasses:
         raise CaptureError(
             "parameters are of a tensor class that a graph does not support",
             where=_first_few(subclasses),
-            expected="torch.nn.Parameter or bitsandbytes' Params4bit",
+            expected="torch.nn.Parameter, DTensor or bitsandbytes' Params4bit",
             todo="the module runs in PyTorch; wrap the module before its parameters are converted",
         )
     refuse_four_bit(module)
@@ -217,11 +219,13 @@ def uncapturable_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Callable[
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook can be captured: one of onnxtrain's, or one that only makes an output require a gradient.
+    """Return whether a hook can be captured.
+
+    That is one of onnxtrain's, one of PyTorch's parallel styles, or one that only makes an output require a gradient.
 
     transformers registers the latter on the embeddings when gradient checkpointing is turned on.
     """
-    if getattr(hook, "_onnxtrain_runs_in_graph", False):
+    if getattr(hook, "_onnxtrain_runs_in_graph", False) or is_hook_of_style(hook):
         return True
     return hook.__module__ == "transformers.modeling_utils" and hook.__name__ == "make_inputs_require_grads"
 

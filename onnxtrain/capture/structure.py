@@ -19,6 +19,7 @@ import torch
 
 from onnxtrain.errors import ORTModuleIOError
 from onnxtrain.torch_compat import pytree
+from onnxtrain.torch_compat.collectives import completed
 from onnxtrain.torch_compat.tensors import storage_id
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -255,11 +256,11 @@ class _Flattener:
         self._ancestors: set[int] = set()  # ids of the enclosing containers: one that contains itself has no tree
 
     def tree(self, value: Any, path: str) -> Tree:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not hasattr(type(value), "opened"):
             slot = self._slots.get(id(value))
             if slot is None:
                 slot = self._slots[id(value)] = Slot("tensor", len(self.tensors))
-                self.tensors.append(value)
+                self.tensors.append(completed(value))
                 self.paths.append(path)
             return slot
         if isinstance(value, torch.SymInt) and self.kind == "output":
@@ -302,6 +303,8 @@ _Container: TypeAlias = tuple[Iterable[Any], Sequence[str], Hashable, Callable[[
 def _open_container(value: Any) -> _Container | None:
     """Return the children of a container, their path steps, its key and its builder; None for any other value."""
     kind = type(value)
+    if hasattr(kind, "opened"):  # stands for a DTensor in a capture
+        return value.opened()  # type: ignore[no-any-return]
     if kind is dict:
         keys = tuple(value)
         return (

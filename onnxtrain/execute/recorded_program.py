@@ -66,6 +66,7 @@ Replay = Callable[[], None]
 _profiling = dispatch.profiler_enabled
 _REASONS = {
     Effects.PYTHON: "it runs the user's Python",
+    Effects.COLLECTIVE: "it communicates with other processes",
     Effects.HOST_SYNC: "its results determine sizes",
 }
 

@@ -27,6 +27,7 @@ from onnxtrain.capture.key.fast_path import FastPath, Missed, compile_fast_path
 from onnxtrain.capture.key.key import ModuleState, environment, tensor_facts
 from onnxtrain.capture.key.recaptures import ChangingNumberError, ChangingStateError, Recaptures
 from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_tensorless_call
+from onnxtrain.capture.sharded.parameters import local_tensors, taking_local_tensors
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.compile import compile_module
@@ -334,7 +335,8 @@ class Engine:
                 return entry
         names = [s.name for s in captured.sources if s.kind != "input"]
         state = ModuleState(module, names, captured.reads, captured.constants)
-        inputs = [*self._read(state), *tensors]
+        given = [*self._read(state), *tensors]
+        inputs = local_tensors(given)
         rerun = _rerun(module, self._entry_point.in_torch, structure, captured)
         twins = self._entry_point.twins.setdefault((environment(), mode, *map(tensor_facts, inputs)), [])
         twin = next((twin for twin in twins if twin.has_same_graph(captured)), None)
@@ -344,7 +346,7 @@ class Engine:
             compiled = compile_module(module, captured, inputs, self._options, rerun)
             if not self._options.cuda_graphs:  # a recording reads the tensors of one module
                 twins.append(compiled)
-        entry = _Entry(state, compiled)
+        entry = _Entry(state, replace(compiled, run=taking_local_tensors(compiled.run, given)))
         self._entries.setdefault(key, []).append(entry)
         self._newest = compiled
         self.captures += 1

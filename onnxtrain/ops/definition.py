@@ -35,6 +35,7 @@ class Effects(enum.Flag):
     NONE = 0
     RANDOM = enum.auto()  # samples from a generator: never merged, reordered or dropped under rng="torch"
     PYTHON = enum.auto()  # runs the user's Python: it may keep its inputs, and return them later
+    COLLECTIVE = enum.auto()  # communicates with other processes: never merged, reordered or repeated
     HOST_SYNC = enum.auto()  # its output's sizes depend on data: the host must wait for the GPU
 
 

@@ -109,6 +109,11 @@ CREATE_NODE = PatchPoint(
     "records at each call whether grad mode is on, and the user's source line instead of a full traceback",
     parameters="self kind target args kwargs",
 )
+DTENSOR_OF_STYLES = PatchPoint(
+    "torch.distributed.tensor.parallel.style:DTensor",
+    "the hooks of parallelize_module make values of a trace, whose collectives are its operators",
+    "modules with DTensor parameters run in PyTorch",
+)
 TENSOR_DATA = PatchPoint("torch:Tensor.data", "the trace does not record which tensor `tensor.data` was read from")
 TENSOR_BOOL = PatchPoint("torch:Tensor.__bool__", "a Python branch on the elements of a tensor becomes a guard")
 TENSOR_READS = tuple(

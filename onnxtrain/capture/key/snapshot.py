@@ -22,6 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from onnxtrain.capture.four_bit_weights import quantization_state, state_tensors
 from onnxtrain.capture.key.tensor_checks import TENSOR_FACT_NAMES, PythonCheck, cpp_check, state_tensor_facts
+from onnxtrain.capture.sharded.layout import is_sharded
 from onnxtrain.capture.source_location import PACKAGE, PYTORCH
 from onnxtrain.capture.structure import Identity, constant_key
 from onnxtrain.errors import CaptureError
@@ -232,6 +233,15 @@ class Snapshot:
                 key = id(module), f"{name}.{suffix}"
                 self.add_tensor(key, f"{variable}.{suffix}", tensor, f"{path}.{suffix}")
 
+    def add_sharding(self, variable: str, tensor: torch.Tensor, path: str) -> None:
+        """Add the mesh and the placements of a DTensor, which is `variable` in the source."""
+        if not is_sharded(tensor):
+            return
+        for name in ("device_mesh", "placements"):
+            value = getattr(tensor, name)
+            self.add_fact(name, path, value)
+            self.uncertain_if(f"(v := {variable}.{name}) is not {self.bind(value)} and v != {self.bind(value)}")
+
     def add_fact(self, name: str, owner: str, key: Hashable, text: str | None = None) -> None:
         self.facts[name, owner] = Fact(key, str(key) if text is None else text)
 
@@ -421,6 +431,7 @@ class _ModuleVisitor:
             else:
                 variable = snapshot.add_tensor((id(self._module), name), f"p[{name!r}]", tensor, path)
                 snapshot.add_quantization_state(self._module, name, variable, tensor, path)
+                snapshot.add_sharding(variable, tensor, path)
 
     def _add_attributes(self, attributes: Mapping[str, object]) -> None:
         snapshot, module = self._snapshot, self._module

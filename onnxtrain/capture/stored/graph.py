@@ -30,6 +30,8 @@ def to_bytes(model: ir.Model) -> tuple[bytes, Any]:
     for node in model.graph.all_nodes():
         if Effects.PYTHON in definition_of(node).effects:
             raise NotStorableError("the graph holds a Python function: a custom autograd function, or a hook")
+        if Effects.COLLECTIVE in definition_of(node).effects:
+            raise NotStorableError(f"{node.name} communicates in a process group of this process")
         if "gradient" in node.meta:
             raise NotStorableError(f"the gradient of {node.name} was traced in this process")
         if unsupported := node.meta.keys() - _RECOMPUTED:

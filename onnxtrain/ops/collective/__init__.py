@@ -1,0 +1,1 @@
+"""Ops that communicate with the other processes of a group, over torch.distributed."""
