@@ -60,7 +60,7 @@ def _source(measured: Measured) -> str:
     """Name the machine, the versions, the commit and the command."""
     run = measured.circumstances
     machine = run.machine
-    place = f"{machine.processor}, {machine.threads} threads, {machine.memory_gib:.0f} GiB, {run.date}"
+    hardware = f"{machine.processor}, {machine.threads} threads, {machine.memory_gib:.0f} GiB, {run.date}"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions)
     disturbed = " **Disturbed by other programs.**" if run.disturbed else ""
-    return f"{place}; {versions}; commit {run.commit or 'unknown'}; `{run.command}`.{disturbed}"
+    return f"{hardware}; {versions}; commit {run.commit or 'unknown'}; `{run.command}`.{disturbed}"

@@ -162,11 +162,11 @@ def op_time_rows(measured: Measured) -> Rows | None:
 def _largest_op_times(op_times: Sequence[OpTime]) -> list[tuple[str, str, str]]:
     """Return the slowest kinds of ops, the others together, and the rest, always in the same number of rows."""
     *kinds, rest = op_times
-    whole = sum(each.ms for each in op_times)
+    total_ms = sum(each.ms for each in op_times)
     shown = [(f"{each.op} × {each.count}", each.ms) for each in kinds[:_KINDS]]
     shown += [("", 0.0)] * (_KINDS - len(shown))
     shown += [("other ops", sum(each.ms for each in kinds[_KINDS:])), (rest.op, rest.ms)]
-    return [(name, duration(ms / 1e3), f"{ms / whole:.0%}") if name else ("", "", "") for name, ms in shown]
+    return [(name, duration(ms / 1e3), f"{ms / total_ms:.0%}") if name else ("", "", "") for name, ms in shown]
 
 
 def background_rows(result: BackgroundCompilation) -> Rows:

@@ -323,7 +323,7 @@ def tests_at(fault: Fault, folder: Path) -> list[str]:
 
     If a file is missing, the only test of the same name is used.
     """
-    return [found for test in fault.tests if (found := _test_at(test, folder))]
+    return [path for test in fault.tests if (path := _test_at(test, folder))]
 
 
 def _test_at(test: str, folder: Path) -> str:

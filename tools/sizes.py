@@ -34,8 +34,8 @@ def too_long(path: str, source: str) -> Iterator[str]:
 def leftovers(path: str, source: str) -> Iterator[str]:
     """Yield a complaint for each note about unfinished work, which belongs in an issue or a refusal."""
     for number, line in enumerate(source.splitlines(), 1):
-        if found := LEFTOVER.search(line):
-            yield f"{path}:{number}: {found[0]}: make it an issue, or refuse with a reason"
+        if note := LEFTOVER.search(line):
+            yield f"{path}:{number}: {note[0]}: make it an issue, or refuse with a reason"
 
 
 def main() -> int:

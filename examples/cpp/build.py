@@ -48,8 +48,8 @@ def build(folder: Path, kind: str = "Release") -> Path:
             "CMake, a C++ compiler or a library is missing: apt-get install cmake g++ nlohmann-json3-dev"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"ONNXRUNTIME_INCLUDE": headers(), "ONNXRUNTIME_LIBRARY": library(folder)}
-    definitions = [f"-D{name}={path}" for name, path in found.items()]
+    variables = {"ONNXRUNTIME_INCLUDE": headers(), "ONNXRUNTIME_LIBRARY": library(folder)}
+    definitions = [f"-D{name}={path}" for name, path in variables.items()]
     _run(["cmake", "-S", str(HERE), "-B", str(folder), f"-DCMAKE_BUILD_TYPE={kind}", *definitions])
     _run(["cmake", "--build", str(folder)])
     return folder / "train"
@@ -77,13 +77,13 @@ def headers() -> Path:
     if shutil.which("apt-get") is None:
         raise MissingError(f"There is no {_HEADER}, and no apt-get to fetch it: {todo}.")
     FETCHED.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FETCHED.parent) as made:
+    with tempfile.TemporaryDirectory(dir=FETCHED.parent) as temporary:
         try:
-            _fetch(Path(made))
+            _fetch(Path(temporary))
         except BuildError as error:
             raise MissingError(f"There is no {_HEADER}, and apt-get cannot fetch it: {todo}.\n{error}") from error
         if not FETCHED.exists():  # else another process was faster
-            os.replace(Path(made) / "unpacked/usr/include/onnxruntime", FETCHED)
+            os.replace(Path(temporary) / "unpacked/usr/include/onnxruntime", FETCHED)
     return FETCHED
 
 

@@ -66,7 +66,7 @@ def chart(
     from_zero: bool = False,
     show: Callable[[float], str] = "{:,.4g}".format,
 ) -> str:
-    """Return the chart as SVG; on a logarithmic axis, values of zero and below are left out."""
+    """Return the chart as SVG; on a logarithmic axis, values of zero and below are skipped."""
     xs = [x for line in series for x in line.xs]
     ys = [y for line in series for y in line.ys] + [level.y for level in levels]
     ys = [y for y in ys if math.isfinite(y) and (y > 0 or not log)]

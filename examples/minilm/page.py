@@ -102,7 +102,7 @@ def _training_losses(phase: Phase) -> str:
 
 
 def _step_times(phase: Phase) -> str:
-    """The first step is left out: it builds what the others use, and has its own line in the table."""
+    """Skip the first step, which captures and compiles, and has its own line in the table."""
     series = []
     levels = []
     for record in phase.records:

@@ -66,13 +66,13 @@ class Joint:
         return replace(self, gradients=tuple(None if g is None else next(outputs) for g in self.gradients))
 
 
-def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> Joint:
+def differentiate(model: ir.Model, wrt: Sequence[bool], has_cotangents: Sequence[bool]) -> Joint:
     """Extend `model` to the joint graph, in place.
 
     Args:
         model: the forward graph.
         wrt: for each graph input, whether its gradient is wanted.
-        of: for each graph output, whether it gets a cotangent; ignored for dtypes without gradients.
+        has_cotangents: for each graph output, whether it gets a cotangent; ignored for dtypes without gradients.
 
     Raises:
         GradientError: a gradient rule returns a wrong dtype, shape or number of gradients; or an op has no definition.
@@ -84,7 +84,7 @@ def differentiate(model: ir.Model, wrt: Sequence[bool], of: Sequence[bool]) -> J
     op = builder(graph)
     walk = _Walk(op, active)
     cotangents: list[ir.Value | None] = []
-    for index, (output, has_cotangent) in enumerate(zip(graph.outputs, of, strict=True)):
+    for index, (output, has_cotangent) in enumerate(zip(graph.outputs, has_cotangents, strict=True)):
         cotangent = None
         if has_cotangent and output in active:
             cotangent = ir.Value(name=f"grad_{output.name or index}_{index}")

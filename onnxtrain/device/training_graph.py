@@ -166,10 +166,10 @@ def _differentiated(model: ir.Model, roles: Roles) -> ir.Model:
         got = f"{loss.name}, {dtype_of(loss).name.lower()}"
         raise ArtifactError("The loss, which is the first output, must have a floating-point dtype.", got=got)
     names = [v.name for v in graph.outputs]
-    of = [index == 0 for index in range(len(names))]
+    is_loss = [index == 0 for index in range(len(names))]
     num_outputs = len(roles.outputs)
     try:
-        joint = differentiate(model, [v.name in roles.differentiated for v in graph.inputs], of)
+        joint = differentiate(model, [v.name in roles.differentiated for v in graph.inputs], is_loss)
     except OnnxTrainError as error:
         raise ArtifactError(error.problem, error.where, error.expected, error.got, error.todo) from error
     graph = joint.model.graph

@@ -97,13 +97,13 @@ def _blocks(graph: ir.Graph) -> list[_Block]:
 
 def _size_nodes(graph: ir.Graph) -> set[ir.Node]:
     """Return the nodes that compute sizes from the graph's inputs: they belong to no block."""
-    found: set[ir.Node] = set()
+    size_nodes: set[ir.Node] = set()
     for node in graph:
         is_size = all(v.dtype == ir.DataType.INT64 and rank_of(v) <= 1 for v in node.outputs)
         producers = (value.producer() for value in node.inputs if value is not None)
-        if is_size and (node.op_type == "Shape" or all(p is None or p in found for p in producers)):
-            found.add(node)
-    return found
+        if is_size and (node.op_type == "Shape" or all(p is None or p in size_nodes for p in producers)):
+            size_nodes.add(node)
+    return size_nodes
 
 
 def _is_convex(nodes: Sequence[ir.Node], members: Collection[ir.Node]) -> bool:

@@ -187,7 +187,7 @@ class Builder:
     def _shape_vector(self, dims: Sizes) -> ir.Value:
         """Return one vector for all equal shapes of forward, and one for those of backward.
 
-        A shape that backward computes again need not be saved.
+        A shape that backward recomputes need not be saved.
         """
         shapes: dict[tuple[Sizes, bool], ir.Value] = self.graph.meta.setdefault("shape_values", {})
         key = dims, "gradient_of" in self.origin

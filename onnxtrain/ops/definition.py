@@ -30,7 +30,7 @@ OPSET = 23  # ai.onnx inside the pipeline; written files may ask for another
 
 
 class Effects(enum.Flag):
-    """What a node does besides computing its outputs from its inputs."""
+    """The side effects of a node."""
 
     NONE = 0
     RANDOM = enum.auto()  # samples from a generator: never merged, reordered or dropped under rng="torch"

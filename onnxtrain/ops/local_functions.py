@@ -62,7 +62,7 @@ def _drop_sizes(function: ir.Function) -> None:
 
 
 class _SizeDetail(enum.IntEnum):
-    """How much a body is told of the sizes of its inputs. The least that is enough makes the fewest functions."""
+    """The detail in which a body knows the sizes of its inputs. Less detail makes fewer functions."""
 
     NAMES = 0  # a symbol per distinct size
     RELATIONS = 1  # a size may also be an expression of others

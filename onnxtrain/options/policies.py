@@ -70,7 +70,7 @@ class SkipCheck(IntFlag):
 
 
 class MemoryOptLevel(IntEnum):
-    """How the activations that backward recomputes are chosen."""
+    """The way to choose the activations that backward recomputes."""
 
     USER_SPECIFIED = 0
     TRANSFORMER_LAYERWISE_RECOMPUTE = 1

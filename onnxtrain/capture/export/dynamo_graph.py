@@ -303,7 +303,7 @@ def _function(application: _Application) -> Any:
 
 
 def _structural_key(graph: GraphModule, arguments: Sequence[_Argument] = ()) -> Hashable:
-    """Return the nodes without their names, tensors and functions by identity, and unused sizes left out.
+    """Return the nodes without their names, tensors and functions by identity, and without unused sizes.
 
     Args:
         graph: the graph.

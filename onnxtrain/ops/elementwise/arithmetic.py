@@ -166,14 +166,14 @@ CPP.register(DIV, Elementwise("{0} / {1}"))
 
 
 @ELEMENT_FORMULAS.implements(ADD)
-def _sum_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    terms = affine_operands(n, of)
+def _sum_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+    terms = affine_operands(n, formula_of)
     return None if terms is None else terms[0] + terms[1]
 
 
 @ELEMENT_FORMULAS.implements(SUB)
-def _difference_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    terms = affine_operands(n, of)
+def _difference_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+    terms = affine_operands(n, formula_of)
     return None if terms is None else terms[0] - terms[1]
 
 

@@ -91,8 +91,8 @@ def _comparison_formula(op: OpDef, terms: Callable[[Affine], Sequence[Affine] | 
     """Register a comparison: `terms` maps a - b to formulas that are not positive where it holds; None: not known."""
 
     @ELEMENT_FORMULAS.implements(op)
-    def compared(n: NodeView, of: FormulaOf) -> Formula | None:
-        pair = affine_operands(n, of)
+    def compared(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+        pair = affine_operands(n, formula_of)
         conditions = None if pair is None else terms(pair[0] - pair[1])
         return None if conditions is None else Conditions(frozenset(conditions))
 

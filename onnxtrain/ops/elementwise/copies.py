@@ -126,8 +126,8 @@ def _cast_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Array
 
 
 @ELEMENT_FORMULAS.implements(CAST)
-def _cast_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    formula = None if is_float(ir.DataType(n.to)) else of(n.x)
+def _cast_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+    formula = None if is_float(ir.DataType(n.to)) else formula_of(n.x)
     if isinstance(formula, Affine):
         return formula if n.to == ir.DataType.INT64 else None
     if formula is None or n.to == ir.DataType.BOOL:
@@ -236,7 +236,7 @@ IDENTITY = _define_copy(
     aliases={0: 0},
 )
 CPP.register(IDENTITY, lambda source, n, inputs: inputs)
-ELEMENT_FORMULAS.register(IDENTITY, lambda n, of: of(n.x))
+ELEMENT_FORMULAS.register(IDENTITY, lambda n, formula_of: formula_of(n.x))
 CLONE = _define_copy(
     "Clone",
     OWN,

@@ -73,14 +73,14 @@ BITWISE_NOT = define_unary("BitwiseNot", {"aten.bitwise_not.default": _capture_b
 
 
 @ELEMENT_FORMULAS.implements(AND)
-def _and_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    a, b = operands(n, of)
+def _and_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+    a, b = operands(n, formula_of)
     return Conditions(a.terms | b.terms) if isinstance(a, Conditions) and isinstance(b, Conditions) else None
 
 
 @ELEMENT_FORMULAS.implements(OR)
-def _or_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    a, b = operands(n, of)
+def _or_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+    a, b = operands(n, formula_of)
     for x, other in ((a, b), (b, a)):
         if isinstance(x, Conditions) and x.is_true:
             return x
@@ -90,6 +90,6 @@ def _or_formula(n: NodeView, of: FormulaOf) -> Formula | None:
 
 
 @ELEMENT_FORMULAS.implements(NOT)
-def _not_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    x = of(n.x)
+def _not_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+    x = formula_of(n.x)
     return truth(x.is_false, rank_of(n.y)) if isinstance(x, Conditions) and (x.is_true or x.is_false) else None

@@ -180,13 +180,13 @@ INDEX = define_movement(
 
 
 @ELEMENT_FORMULAS.implements(INDEX)
-def _index_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    formula = affine(of, n.x)
+def _index_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+    formula = affine(formula_of, n.x)
     if formula is None or tuple(n.axes) != tuple(range(rank_of(n.x))):
         return None
     result = Affine(formula.constant, (0,) * rank_of(n.y))
     for coefficient, index in zip(formula.coefficients, n.indices, strict=True):
-        positions = broadcast(affine(of, index), index, n.y)
+        positions = broadcast(affine(formula_of, index), index, n.y)
         if coefficient and (positions is None or not positions.is_never_negative):
             return None
         if coefficient:

@@ -108,7 +108,7 @@ CONSTANT_OF_SHAPE = define_movement(
 
 
 @ELEMENT_FORMULAS.implements(CONSTANT_OF_SHAPE)
-def _fill_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+def _fill_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
     array = None if n.value is None else n.value.numpy()
     if array is None or array.dtype.kind not in "bi":
         return None
@@ -233,6 +233,6 @@ RANGE = define_movement(
 
 
 @ELEMENT_FORMULAS.implements(RANGE)
-def _range_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+def _range_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
     start, delta = integers(n.start), integers(n.delta)
     return None if start is None or delta is None else Affine(start[0], (delta[0],))

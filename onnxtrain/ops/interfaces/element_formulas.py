@@ -92,9 +92,9 @@ def integers(value: ir.Value | None) -> list[int] | None:
     return None if array is None or array.dtype.kind != "i" else [int(x) for x in array.reshape(-1)]
 
 
-def affine(of: FormulaOf, value: ir.Value) -> Affine | None:
+def affine(formula_of: FormulaOf, value: ir.Value) -> Affine | None:
     """Return the formula of integer elements."""
-    formula = of(value)
+    formula = formula_of(value)
     return formula if isinstance(formula, Affine) else None
 
 
@@ -113,15 +113,15 @@ def broadcast(formula: Formula | None, value: ir.Value, out: ir.Value) -> Any:
     return padded(formula) if isinstance(formula, Affine) else Conditions(frozenset(map(padded, formula.terms)))
 
 
-def operands(n: NodeView, of: FormulaOf) -> list[Any]:
+def operands(n: NodeView, formula_of: FormulaOf) -> list[Any]:
     """Return the formulas of the inputs, broadcast to the output; None for those that are not known."""
     out = n.node.outputs[0]
-    return [None if x is None else broadcast(of(x), x, out) for x in n.node.inputs]
+    return [None if x is None else broadcast(formula_of(x), x, out) for x in n.node.inputs]
 
 
-def affine_operands(n: NodeView, of: FormulaOf) -> tuple[Affine, Affine] | None:
+def affine_operands(n: NodeView, formula_of: FormulaOf) -> tuple[Affine, Affine] | None:
     """Return the formulas of two inputs of integers, broadcast to the output."""
-    a, b = operands(n, of)
+    a, b = operands(n, formula_of)
     return (a, b) if isinstance(a, Affine) and isinstance(b, Affine) else None
 
 

@@ -306,6 +306,6 @@ FLOPS.register(CUM_SUM, lambda n: numel(n.x))
 
 
 @ELEMENT_FORMULAS.implements(CUM_SUM)
-def _cumsum_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    x = affine(of, n.x)
+def _cumsum_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+    x = affine(formula_of, n.x)
     return x if x is not None and x.is_constant and x.constant == 0 else None

@@ -143,7 +143,7 @@ def _transpose_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[
     return [x.with_dims([x.shape[p] for p in perm_of(n)], [x.strides[p] for p in perm_of(n)])]
 
 
-ELEMENT_FORMULAS.register(TRANSPOSE, lambda n, of: mapped(of(n.x), perm_of(n)))
+ELEMENT_FORMULAS.register(TRANSPOSE, lambda n, formula_of: mapped(formula_of(n.x), perm_of(n)))
 
 
 # Squeeze(x, axes): drops these axes, all of size 1; without `axes` every axis of size 1.
@@ -213,12 +213,12 @@ CPP.register(SQUEEZE, emit_reshape)
 
 
 @ELEMENT_FORMULAS.implements(SQUEEZE)
-def _squeeze_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+def _squeeze_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
     axes = integers(n.axes)
     if axes is None:
         return None
     removed = {normalize_axis(a, rank_of(n.x)) for a in axes}
-    return mapped(of(n.x), [i for i in range(rank_of(n.x)) if i not in removed])
+    return mapped(formula_of(n.x), [i for i in range(rank_of(n.x)) if i not in removed])
 
 
 # Unsqueeze(x, axes): adds axes of size 1 at these positions of the output.
@@ -287,9 +287,9 @@ CPP.register(UNSQUEEZE, emit_reshape)
 
 
 @ELEMENT_FORMULAS.implements(UNSQUEEZE)
-def _unsqueeze_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+def _unsqueeze_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
     axes = integers(n.axes)
-    return None if axes is None else mapped(of(n.x), _insert(range(rank_of(n.x)), _added_axes(n), None))
+    return None if axes is None else mapped(formula_of(n.x), _insert(range(rank_of(n.x)), _added_axes(n), None))
 
 
 # Expand(x, shape): x and `shape` broadcast against each other; a 1 in `shape` keeps x's size.
@@ -375,4 +375,4 @@ EXPAND = define_movement(
     nondiff_inputs=frozenset({"shape"}),
 )
 CPP.register(EXPAND, lambda source, n, inputs: [inputs[0].broadcast(shape_of(n.y))])
-ELEMENT_FORMULAS.register(EXPAND, lambda n, of: broadcast(of(n.x), n.x, n.y))
+ELEMENT_FORMULAS.register(EXPAND, lambda n, formula_of: broadcast(formula_of(n.x), n.x, n.y))

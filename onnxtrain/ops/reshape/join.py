@@ -137,9 +137,9 @@ def _concat_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Arr
 
 
 @ELEMENT_FORMULAS.implements(CONCAT)
-def _concat_formula(n: NodeView, of: FormulaOf) -> Formula | None:
+def _concat_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
     """Return one formula for all parts: that of the last, if the parts before it are static and follow it too."""
-    formulas = [affine(of, x) for x in n.xs]
+    formulas = [affine(formula_of, x) for x in n.xs]
     axis = axis_of(n, n.y)
     lengths = [sizes.dims_of(x)[axis] for x in n.xs]
     last = formulas[-1]
@@ -148,14 +148,14 @@ def _concat_formula(n: NodeView, of: FormulaOf) -> Formula | None:
     offset = sum(int(m) for m in lengths[:-1])
     if lengths[-1] == 1 and offset:
         return None  # its normal form has lost the step
-    whole = last.shifted(-last.coefficients[axis] * offset)
+    concatenated = last.shifted(-last.coefficients[axis] * offset)
     position = 0
     for part, length in zip(formulas[:-1], lengths[:-1], strict=True):
         for i in range(int(length)):
-            if part is None or part.at(axis, i) != whole.at(axis, position + i):
+            if part is None or part.at(axis, i) != concatenated.at(axis, position + i):
                 return None
         position += int(length)
-    return whole
+    return concatenated
 
 
 # Split(x, split?, axis, num_outputs?): pieces of lengths `split`, or `num_outputs` of one length; the last is the rest.

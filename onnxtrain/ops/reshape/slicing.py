@@ -217,8 +217,8 @@ SLICE = define_movement(
 
 
 @ELEMENT_FORMULAS.implements(SLICE)
-def _slice_formula(n: NodeView, of: FormulaOf) -> Formula | None:
-    formula, starts, axes = affine(of, n.x), integers(n.starts), integers(n.axes)
+def _slice_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
+    formula, starts, axes = affine(formula_of, n.x), integers(n.starts), integers(n.axes)
     has_steps = n.steps is not None and set(integers(n.steps) or ()) != {1}
     if formula is None or starts is None or axes is None or min(starts) < 0 or has_steps:
         return None
