@@ -39,7 +39,7 @@ from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects,
 from onnxtrain.capture.effects.written_views import WrittenView, written_views
 from onnxtrain.capture.export.advice import advice
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
-from onnxtrain.capture.export.constant_masks import positions_of_constant_masks
+from onnxtrain.capture.export.constant_masks import PositionsOfConstantMasks
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.capture.export.tracing_shortcuts import tracing_shortcuts
@@ -363,7 +363,7 @@ def _export(
             shape_shortcuts(),
             wrapper.fakes.recording(),
             recording_grad_mode(),
-            positions_of_constant_masks(),
+            PositionsOfConstantMasks(),
             tracing_blocks,
             logged_as_info(),
             printed_as_info(),

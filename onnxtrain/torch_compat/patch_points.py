@@ -120,10 +120,6 @@ TENSOR_READS = tuple(
     PatchPoint(f"torch:Tensor.{name}", "a tensor from outside the module that is read as a Python number is a constant")
     for name in ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
 )
-SELECTIONS = tuple(
-    PatchPoint(path, "the number of elements that a constant mask selects is known", "such a selection is refused")
-    for path in ("torch:Tensor.__getitem__", "torch:Tensor.nonzero", "torch:nonzero", "torch:where")
-)
 FILL_DIAGONAL = PatchPoint(
     "torch:Tensor.fill_diagonal_", "it uses the tensor's strides, which functionalization ignores"
 )

@@ -9,20 +9,18 @@ operators on them, lead to it; no argument, parameter, buffer or tensor from out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
 
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
-from onnxtrain.torch_compat.patch_points import SELECTIONS
 
 _MOST_ELEMENTS = 1 << 16  # the positions become constants of the graph
 _MOST_NODES = 32
@@ -30,14 +28,20 @@ _LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.defa
 _DETACH = torch.ops.aten.detach_.default  # of torch.tensor: it changes no element
 
 
-@contextmanager
-def positions_of_constant_masks() -> Iterator[None]:
-    """Replace masks on this thread. The caller must hold the capture lock."""
-    with ExitStack() as stack:
-        for point in SELECTIONS:
-            replacement = _REPLACEMENTS[point.attribute]
-            stack.enter_context(point.replaced_in_thread(partial(replacement, point.original)))
-        yield
+class PositionsOfConstantMasks(TorchFunctionMode):
+    """Replace masks on this thread.
+
+    A mode, not a patch of the class: after `del torch.Tensor.__getitem__`, Python takes every tensor for a sequence, so
+    that `torch.tensor([torch.tensor(1)])` fails for the rest of the process.
+    """
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        replacement = _REPLACEMENTS.get(function)
+        if replacement is None:
+            return function(*args, **(kwargs or {}))
+        return replacement(function, *args, **(kwargs or {}))
 
 
 def _getitem(original: Callable[..., Any], x: torch.Tensor, index: Any) -> Any:
@@ -58,7 +62,12 @@ def _where(original: Callable[..., Any], condition: Any, *args: Any, **kwargs: A
     return original(condition, *args, **kwargs) if positions is None else positions
 
 
-_REPLACEMENTS: dict[str, Callable[..., Any]] = {"__getitem__": _getitem, "nonzero": _nonzero, "where": _where}
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.nonzero: _nonzero,
+    torch.nonzero: _nonzero,
+    torch.where: _where,
+}
 
 
 def _with_positions(x: torch.Tensor, index: Any) -> Any:

@@ -100,3 +100,8 @@ def test_a_mask_of_another_size_is_the_users_error() -> None:
     module = Selecting(lambda x, module: x[:, mask(1, 0, 1, 1)])
     with pytest.raises(IndexError, match="shape of the mask"):
         ORTModule(module)(torch.randn(4, 3))
+
+
+def test_tensors_are_no_sequences_after_a_capture() -> None:
+    ORTModule(Selecting(KNOWN["columns"]))(torch.randn(2, 3))
+    assert torch.equal(torch.tensor([torch.tensor(-1)]), torch.tensor([-1]))
