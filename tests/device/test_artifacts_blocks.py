@@ -27,6 +27,7 @@ from onnxtrain.device.stock import KNOWN_TO_ONNXRUNTIME
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import MICROSOFT
 from onnxtrain.ops import OPS
+from tests.device.generated import artifacts, usual_artifacts
 from tests.device.models import NAMES, batches, make
 from tests.device.stock import Stock, clipped, session
 from tests.device.test_artifacts_imports import by_hand, node, weight
@@ -367,8 +368,7 @@ def test_other_invalid_updates_are_refused() -> None:
 def test_outputs_bound_in_place_equal_outputs_in_separate_memory(name: str, tmp_path: Path) -> None:
     """All of training graph and optimizer graph: the proof holds on onnxruntime, with its optimizations on."""
     data = batches(name, 3)
-    options: dict[str, Any] = {"loss": onnxblock.loss.CrossEntropyLoss(), "optimizer": onnxblock.optim.AdamW()}
-    generate_artifacts(make(name), artifact_directory=tmp_path, example_args=data[0][:-1], **options)
+    usual_artifacts(name, tmp_path)
     bound, free = Stock(tmp_path), Stock(tmp_path)
     values = {n: v.numpy().copy() for n, v in free.values.items()}
     step = session(tmp_path / "optimizer_model.onnx")
@@ -400,10 +400,11 @@ def _run(run: ort.InferenceSession, feeds: dict[str, np.ndarray], updates: dict[
 
 @pytest.mark.parametrize("name", NAMES)
 def test_portable_graphs_have_portable_ops_only(name: str, tmp_path: Path) -> None:
-    data = batches(name, 1)
-    optimizer = onnxblock.optim.AdamW(clip_grad=onnxblock.optim.ClipGradNorm(1.0))
-    options: dict[str, Any] = {"loss": onnxblock.loss.CrossEntropyLoss(), "optimizer": optimizer, "portable": True}
-    generate_artifacts(make(name), artifact_directory=tmp_path, example_args=data[0][:-1], **options)
+    if name == "mlp":
+        clips = onnxblock.optim.AdamW(clip_grad=onnxblock.optim.ClipGradNorm(1.0))
+        artifacts(name, make(name), tmp_path, optimizer=clips, portable=True)
+    else:
+        usual_artifacts(name, tmp_path, portable=True)
     for kind in ("training", "eval", "optimizer"):
         proto = onnx.load(tmp_path / f"{kind}_model.onnx")
         assert not proto.functions
@@ -422,9 +423,7 @@ def test_portable_graphs_have_portable_ops_only(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
 def test_training_ops_stay_nodes_with_functions(name: str, tmp_path: Path) -> None:
-    data = batches(name, 1)
-    options: dict[str, Any] = {"loss": onnxblock.loss.CrossEntropyLoss(), "optimizer": onnxblock.optim.AdamW()}
-    generate_artifacts(make(name), artifact_directory=tmp_path, example_args=data[0][:-1], **options)
+    usual_artifacts(name, tmp_path)
     proto = onnx.load(tmp_path / "training_model.onnx")
     called = {(n.domain, n.op_type) for n in proto.graph.node if n.domain}
     assert (MICROSOFT, "ReluGrad" if name == "mlp" else "GeluGrad") in called

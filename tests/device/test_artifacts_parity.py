@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,38 +12,21 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain.api import CheckpointState, Module, Optimizer
-from onnxtrain.artifacts import LossType, generate_artifacts
 from onnxtrain.device.checkpoint import load
 from onnxtrain.execute.tolerance import error_and_bound, noisiest, perturbed
 from onnxtrain.onnxblock.optim import SGD, AdamW, ClipGradNorm
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.device.models import MODELS, NAMES, Batch, batches, export, make
+from tests.device.generated import DECAY, adamw, artifacts, usual_artifacts
+from tests.device.models import MODELS, NAMES, Batch, batches, make
 from tests.device.stock import Stock, facts, train_torch
 from tests.reference import assert_matches, assert_matches_float64, in_both
 
 LR = 1e-3
-DECAY = 0.01
 _VANISHING = 1e-5  # of the largest gradient of the tensor
-
-
-def adamw() -> AdamW:
-    return AdamW(eps=1e-8, weight_decay=DECAY, mode="torch")
 
 
 def torch_adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY)
-
-
-def artifacts(name: str, module: torch.nn.Module, batch: Batch, exporter: str, folder: Path, **options: object) -> None:
-    """Write the artifacts of a model by way of an exporter, "torch" for none."""
-    options = {"loss": LossType.CrossEntropyLoss, "optimizer": adamw(), "artifact_directory": folder, **options}
-    if exporter == "torch":
-        generate_artifacts(module, example_args=batch[:-1], **options)  # type: ignore[arg-type]
-        return
-    path = folder / "forward.onnx"
-    path.write_bytes(exported(name, exporter))
-    trained = [n for n, p in module.named_parameters() if p.requires_grad]
-    generate_artifacts(path, requires_grad=trained, **options)  # type: ignore[arg-type]
 
 
 def train(folder: Path, data: list[Batch]) -> tuple[Stock, list[float]]:
@@ -87,15 +68,6 @@ def vanishing(name: str, data: list[Batch]) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def exported(name: str, exporter: str) -> bytes:
-    """The ONNX file of a model by one of PyTorch's exporters."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "forward.onnx"
-        export(make(name), batches(name, 1)[0][:-1], MODELS[name][2], path, exporter)
-        return path.read_bytes()
-
-
-@functools.cache
 def losses_of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Those of 20 steps in eager PyTorch, in float32 and in float64."""
     eager, exact = in_both(train_torch, make(name), F.cross_entropy, batches(name, 20), torch_adamw)
@@ -109,6 +81,7 @@ CASES = [  # what makes a graph portable does not know who exported it
     for name in MODELS
     for exporter in EXPORTERS
     for portable in (False, True)
+    if portable or exporter != "torch"  # the next test compares these losses as well
     for is_slow in [(name, exporter) in LONG or (portable and exporter != "torch")]
 ]
 
@@ -116,18 +89,18 @@ CASES = [  # what makes a graph portable does not know who exported it
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "exporter", "portable"), CASES)
 def test_losses_over_20_steps(name: str, exporter: str, portable: bool, tmp_path: Path) -> None:
-    module, data = make(name), batches(name, 20)
-    artifacts(name, module, data[0], exporter, tmp_path, portable=portable)
-    _, losses = train(tmp_path, data)
+    usual_artifacts(name, tmp_path, exporter, portable=portable)
+    _, losses = train(tmp_path, batches(name, 20))
     assert_no_worse_than_eager("losses", torch.tensor(losses), *losses_of(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_over_50_steps(name: str, tmp_path: Path) -> None:
+def test_losses_and_parameters_over_20_steps(name: str, tmp_path: Path) -> None:
     """Rounding decides some ReLUs and maxima, and Adam amplifies it: then eager's error is the largest of samples."""
-    data = batches(name, 50)
-    artifacts(name, make(name), data[0], "torch", tmp_path)
-    run, _ = train(tmp_path, data)
+    data = batches(name, 20)
+    usual_artifacts(name, tmp_path)
+    run, losses = train(tmp_path, data)
+    assert_no_worse_than_eager("losses", torch.tensor(losses), *losses_of(name))
     plain, exact = in_both(parameters, make(name), data)
     samples = functools.cache(lambda: [plain, *(parameters(module, data) for module in perturbed(make(name)))])
     excluded = vanishing(name, data)
@@ -155,7 +128,7 @@ def parameters(module: torch.nn.Module, data: list[Batch]) -> dict[str, torch.Te
 
 def test_running_statistics_are_those_of_torch(tmp_path: Path) -> None:
     data = batches("cnn", 3)
-    artifacts("cnn", make("cnn"), data[0], "torch", tmp_path)
+    usual_artifacts("cnn", tmp_path)
     run, _ = train(tmp_path, data)
     names = ("norm.running_var", "second_norm.running_mean", "second_norm.running_var")
 
@@ -202,7 +175,7 @@ def test_optimizers(
     block: SGD | AdamW, make_optimizer: object, clip: float | None, portable: bool, tmp_path: Path
 ) -> None:
     data = batches("mlp", 20)
-    artifacts("mlp", make("mlp"), data[0], "torch", tmp_path, optimizer=block, portable=portable)
+    artifacts("mlp", make("mlp"), tmp_path, optimizer=block, portable=portable)
     _, losses = train(tmp_path, data)
     assert_matches(losses, train_torch, make("mlp"), F.cross_entropy, data, make_optimizer, clip, name="losses")
 
@@ -211,7 +184,7 @@ def test_adamw_of_the_predecessor(tmp_path: Path) -> None:
     """Eps outside the correction of bias, decay after the update: transformers' AdamW, written out."""
     data = batches("mlp", 5)
     block = AdamW(weight_decay=0.1, eps=1e-3)
-    artifacts("mlp", make("mlp"), data[0], "torch", tmp_path, optimizer=block)
+    artifacts("mlp", make("mlp"), tmp_path, optimizer=block)
     run, _ = train(tmp_path, data)
     assert_matches({n: run.parameter(n) for n in run.facts["trainable"]}, adamw_written_out, make("mlp"), data)
 
@@ -239,7 +212,7 @@ def test_the_first_correction_of_bias_is_exact(tmp_path: Path) -> None:
     module = make("mlp")
     with torch.no_grad():
         module.get_parameter("2.bias").zero_()  # the update is not rounded to the weight's digits
-    artifacts("mlp", module, data[0], "torch", tmp_path, optimizer=AdamW(eps=0.0, mode="torch"))
+    artifacts("mlp", module, tmp_path, optimizer=AdamW(eps=0.0, mode="torch"))
     run, _ = train(tmp_path, data)
     assert_matches_float64(np.abs(run.parameter("2.bias")), np.full(10, LR), "step")
 
@@ -247,7 +220,7 @@ def test_the_first_correction_of_bias_is_exact(tmp_path: Path) -> None:
 def test_gradients_accumulate_until_reset(tmp_path: Path) -> None:
     data = batches("mlp", 4)
     module = make("mlp")
-    artifacts("mlp", module, data[0], "torch", tmp_path)
+    usual_artifacts("mlp", tmp_path)
     run = Stock(tmp_path)
     for number, (x, y) in enumerate(data):
         run.step(x.numpy(), y.numpy(), reset=number == 0)
@@ -256,7 +229,7 @@ def test_gradients_accumulate_until_reset(tmp_path: Path) -> None:
 
 def test_batches_of_other_sizes(tmp_path: Path) -> None:
     module = make("cnn")
-    artifacts("cnn", copy.deepcopy(module), batches("cnn", 1)[0], "torch", tmp_path)
+    usual_artifacts("cnn", tmp_path)
     run = Stock(tmp_path)
     for size in (1, 3, 8):
         x, y = torch.randn(size, 3, 28, 28), torch.randint(0, 10, (size,))
@@ -294,7 +267,7 @@ def test_large_parameters_are_updated_in_chunks(
     make_module: type[torch.nn.Module], block: SGD | AdamW, make_optimizer: object, clip: float | None, tmp_path: Path
 ) -> None:
     data = batches("mlp", 10)
-    artifacts("mlp", make_module(), data[0], "torch", tmp_path, optimizer=block)
+    artifacts("mlp", make_module(), tmp_path, optimizer=block)
     name = next(n for n, p in make_module().named_parameters() if p.numel() > 2**17)
     assert facts(tmp_path / "optimizer_model.onnx")["in_chunks"] == [name]
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
@@ -315,7 +288,7 @@ def test_large_gradients_are_computed_into_their_buffers(tmp_path: Path) -> None
     """Then onnxruntime copies none of them; a sum over three calls stays one."""
     data = batches("mlp", 3)
     module = wide()
-    artifacts("mlp", module, data[0], "torch", tmp_path)
+    artifacts("mlp", module, tmp_path)
     graph = onnx.load(tmp_path / "training_model.onnx").graph
     copied = [n.input[0] for node in graph.node for a in node.attribute for n in a.g.node if n.op_type == "Identity"]
     assert copied, "small gradients are copied"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -26,12 +27,18 @@ SHOWN_BY = {
 }
 
 
-def each_model(*, everywhere: bool = False, slow: bool = False) -> list[Any]:
-    """The zoo: `everywhere` marks some models for all environments, `slow` those that another one stands for."""
+# The architectures: a modifier of another model (a checkpoint, a hook, tied weights) shows in one dtype and mode.
+ARCHITECTURES = ("bert-classifier", "gpt2", "llama", "t5", "vit", "mlp", "resnet", "transformer-encoder", "lstm")
+
+MODIFIED = {entry.name for entry in ZOO} - set(ARCHITECTURES)
+
+
+def each_model(*, everywhere: bool = False, slow: Collection[str] = ()) -> list[Any]:
+    """The zoo: `everywhere` marks some models for all environments."""
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
         found = [pytest.mark.everywhere] if everywhere and name in EVERYWHERE else []
-        return [*found, pytest.mark.slow] if slow and name in SHOWN_BY else found
+        return [*found, pytest.mark.slow] if name in slow else found
 
     return [pytest.param(m, id=str(m), marks=marks(m.name)) for m in ZOO]
 
@@ -47,7 +54,7 @@ def test_training_equals_eager(entry: ZooModel) -> None:
     check_training(entry, torch.float32)
 
 
-@pytest.mark.parametrize("entry", each_model(everywhere=True, slow=True))
+@pytest.mark.parametrize("entry", each_model(everywhere=True, slow=MODIFIED))
 def test_training_in_float64_equals_eager(entry: ZooModel) -> None:
     check_training(entry, torch.float64)
 
@@ -61,7 +68,7 @@ def check_training(entry: ZooModel, dtype: torch.dtype) -> None:
         compare.train_steps(MOMENTUM)
 
 
-@pytest.mark.parametrize("entry", each_model(everywhere=True, slow=True))
+@pytest.mark.parametrize("entry", each_model(everywhere=True, slow=SHOWN_BY))
 def test_training_under_autocast_equals_eager_under_autocast(entry: ZooModel) -> None:
     if entry.name == "lstm":
         skip_without_narrow_lstms()
@@ -74,7 +81,7 @@ def test_training_under_autocast_equals_eager_under_autocast(entry: ZooModel) ->
         compare.train_steps(MOMENTUM)
 
 
-@pytest.mark.parametrize("entry", each_model(slow=True))
+@pytest.mark.parametrize("entry", each_model(slow=SHOWN_BY))
 def test_eval_equals_eager(entry: ZooModel) -> None:
     with compared(entry, torch.float32) as compare, torch.no_grad():
         compare.change(torch.nn.Module.eval)
@@ -82,7 +89,7 @@ def test_eval_equals_eager(entry: ZooModel) -> None:
             compare.forward(*sizes)
 
 
-@pytest.mark.parametrize("entry", each_model(slow=True))
+@pytest.mark.parametrize("entry", each_model(slow=MODIFIED))
 def test_gradients_in_eval_mode_equal_eagers(entry: ZooModel) -> None:
     if device().type == "cuda" and entry.name in ("lstm", "gru"):
         pytest.skip("cuDNN has no gradient of recurrent layers in eval mode")

@@ -677,7 +677,9 @@ def test_an_attribute_of_a_copied_block_changes(copies: list[int]) -> None:
     assert engine_of(ours).captures == 2
 
 
-@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@pytest.mark.parametrize(
+    "name", [n if n in ("gpt2", "t5") else pytest.param(n, marks=pytest.mark.slow) for n in LANGUAGE_MODELS]
+)
 def test_copies_in_language_models(name: str, copies: list[int], all_traced: Callable[[], None]) -> None:
     make, count = LANGUAGE_MODELS[name]
     with_copies = run(make, tokens(3, 4))

@@ -37,6 +37,10 @@ WIDTH = 4
 SIZES = (3, 1, 5, 0)
 DTYPES = [torch.float32, torch.float64]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# For calls that depend on no dtype.
+a_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
+)
 
 
 def strict(module: nn.Module) -> nn.Module:
@@ -189,7 +193,7 @@ ARGUMENTS: dict[str, Callable[[nn.Module, torch.Tensor], tuple[Any, ...]]] = {
 }
 
 
-@every_dtype
+@a_dtype
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_arguments(kind: str, dtype: torch.dtype) -> None:
     check(lambda m, x: Takes.apply(x, *ARGUMENTS[kind](m, x)), dtype)
@@ -318,7 +322,7 @@ class Both(Function):
         return a * 5 + c, b * 11 + c
 
 
-@every_dtype
+@a_dtype
 @pytest.mark.parametrize("materialize", [True, False])
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 2), (0, 1, 2)], ids=str)
 def test_materialized_gradients(
@@ -371,7 +375,7 @@ NONES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 }
 
 
-@every_dtype
+@a_dtype
 @pytest.mark.parametrize("kind", NONES)
 def test_none_gradients_stay_none_upstream(kind: str, dtype: torch.dtype) -> None:
     check(NONES[kind], dtype)
@@ -664,7 +668,7 @@ class Same(Function):
         return gradients[0].view(-1, WIDTH) * -7, None
 
 
-@every_dtype
+@a_dtype
 @pytest.mark.parametrize("view", [False, True])
 def test_outputs_in_the_memory_of_inputs(view: bool, dtype: torch.dtype) -> None:
     check(lambda m, x: Same.apply(x, view) * 2, dtype)
