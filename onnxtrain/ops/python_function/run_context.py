@@ -59,12 +59,12 @@ def uncaptured() -> Iterator[None]:
     replace collectives. The states of Python's and numpy's generators are restored: a function samples again when the
     graph runs.
     """
-    _THREAD.uncaptured += 1
-    rng_states = random.getstate(), np.random.get_state()  # noqa: NPY002  # the generator that users sample from
     modes: list[Any] = []
     while dispatch.count_function_modes():
-        modes.append(dispatch.pop_function_mode())
+        modes.append(dispatch.pop_function_mode())  # before all else: it raises if this PyTorch lacks it
     device_modes = [mode for mode in reversed(modes) if dispatch.is_device_context(mode)]
+    rng_states = random.getstate(), np.random.get_state()  # noqa: NPY002  # the generator that users sample from
+    _THREAD.uncaptured += 1
     try:
         for mode in device_modes:
             dispatch.push_function_mode(mode)
