@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from onnxtrain import ORTModule
@@ -37,7 +39,7 @@ def _run(
     """Return the outputs, and the gradients for fixed random cotangents."""
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
     result = module(*leaves)
-    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    outputs = list(_flat(result))
     generator = torch.Generator().manual_seed(5)
     pairs = [(o, torch.randn(o.shape, generator=generator).to(o.dtype)) for o in outputs if o.requires_grad]
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
@@ -47,12 +49,60 @@ def _run(
     return outputs, list(gradients)
 
 
+Functions = Mapping[str, tuple[Any, ...]]  # a name -> the function, and a spec for each of its tensors
+
+
+def in_groups(functions: Functions, size: int = 8) -> list[Any]:
+    """Return parameters of tests: functions of equal specs in groups of at most `size`, for `check_captures`."""
+    by_specs: dict[tuple[Spec, ...], list[str]] = {}
+    for name, (_, *specs) in functions.items():
+        by_specs.setdefault(tuple(specs), []).append(name)
+    groups = [names[i : i + size] for names in by_specs.values() for i in range(0, len(names), size)]
+    return [pytest.param(names, id=f"{names[0]}..{names[-1]}" if names[1:] else names[0]) for names in groups]
+
+
+def check_captures(functions: Functions, names: Sequence[str], sizes: Sequence[Mapping[str, int]] = SIZES) -> ORTModule:
+    """Do as `check_capture` for each of these functions, with tensors of its own, in one graph of all.
+
+    A capture takes most of the time of a test of one function.
+    """
+    calls = [functions[name][0] for name in names]
+    specs: Sequence[Spec] = functions[names[0]][1:]
+
+    def call_all(*stacked: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            result for i, call in enumerate(calls) for result in _flat(call(*(tensor[i] for tensor in stacked)))
+        )
+
+    return check_capture(call_all, *(Stacked(spec, len(calls)) for spec in specs), sizes=sizes, names=names)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one spec for several functions, stacked in a new first axis."""
+
+    spec: Spec
+    count: int
+
+    def tensor(self, symbols: Mapping[str, int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+        return torch.stack([self.spec.tensor(symbols, dtype, generator) for _ in range(self.count)])
+
+
+def _unstacked(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [part for gradient in gradients for part in ([None] if gradient is None else gradient.unbind())]
+
+
+def _flat(result: Any) -> Sequence[torch.Tensor]:
+    return result if isinstance(result, (tuple, list)) else [result]
+
+
 def check_capture(
     function: Callable[..., Any],
-    *specs: Spec,
+    *specs: Spec | Stacked,
     dtype: torch.dtype = torch.float32,
     sizes: Sequence[Mapping[str, int]] = SIZES,
     aten: bool = False,
+    names: Sequence[str] = (),
 ) -> ORTModule:
     """Compare outputs and gradients of the captured `function` with eager's, at all sizes with one capture.
 
@@ -62,6 +112,7 @@ def check_capture(
         dtype: of the float tensors.
         sizes: values of the symbolic sizes, the first for the capture.
         aten: whether the graph may have ATen nodes.
+        names: of functions that take a tensor each of stacked ones, whose gradients are compared one by one.
     """
     module = FunctionModule(function)
     ours = ORTModule(module)
@@ -73,10 +124,12 @@ def check_capture(
             warnings.filterwarnings("error", message=".*runs in PyTorch")
             got = _run(ours, tensors)
         eager, exact = _run(module, tensors), _run(module, exact_tensors)
+        if names:
+            got, eager, exact = ((outputs, _unstacked(stacks)) for outputs, stacks in (got, eager, exact))
         for kind, g, e, x in zip(("output", "gradient"), got, eager, exact, strict=True):
             assert len(g) == len(e), f"{kind}s: {len(g)}, eager has {len(e)}"
             for index, (ours_value, eager_value, exact_value) in enumerate(zip(g, e, x, strict=True)):
-                label = f"{kind} {index} at {dict(size_values)}"
+                label = f"{kind} {index} of {', '.join(names) or 'the function'} at {dict(size_values)}"
                 assert (ours_value is None) == (eager_value is None), f"{label}: {ours_value}, eager has {eager_value}"
                 if eager_value is not None:
                     assert_no_worse_than_eager(label, ours_value, eager_value, exact_value)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.op_case import Spec
-from tests.ops.captures import check_capture
+from tests.ops.captures import check_capture, check_captures, in_groups
 
 SPEC = Spec("b s h", low=-8.0, high=8.0)
 
@@ -44,9 +44,18 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+OF_ONE_TENSOR = {name: (function, SPEC) for name, function in FUNCTIONS.items()}
+
+
+@pytest.mark.parametrize("names", in_groups(OF_ONE_TENSOR))
+def test_captured_function_matches_eager(names: list[str]) -> None:
+    check_captures(OF_ONE_TENSOR, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_captured_function_matches_eager(name: str, dtype: torch.dtype) -> None:
+def test_captured_function_alone_matches_eager(name: str, dtype: torch.dtype) -> None:
     check_capture(FUNCTIONS[name], SPEC, dtype=dtype)
 
 

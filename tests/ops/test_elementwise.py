@@ -12,7 +12,7 @@ from onnxtrain.ops import OPS
 from onnxtrain.ops.definition import OpDef
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
 from tests.op_case import Spec
-from tests.ops.captures import FunctionModule, check_capture
+from tests.ops.captures import FunctionModule, check_capture, check_captures, in_groups
 
 POSITIVE = Spec("b s h", low=0.2, high=2.0)
 INNER = Spec("b s h", low=-0.9, high=0.9)
@@ -202,8 +202,14 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.parametrize("names", in_groups(FUNCTIONS))
+def test_captured_function_matches_eager(names: list[str]) -> None:
+    check_captures(FUNCTIONS, names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_captured_function_matches_eager(name: str) -> None:
+def test_captured_function_alone_matches_eager(name: str) -> None:
     function, *specs = FUNCTIONS[name]
     check_capture(function, *specs)
 

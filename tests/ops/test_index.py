@@ -14,7 +14,7 @@ from onnxtrain.ops import FROM_TORCH, builder
 from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.op_case import Spec
-from tests.ops.captures import check_capture
+from tests.ops.captures import X, check_capture, check_captures, in_groups
 
 Function = Callable[..., Any]
 
@@ -87,8 +87,17 @@ ONE_INPUT: dict[str, Function] = {
 }
 
 
+OF_ONE_TENSOR = {name: (function, X) for name, function in ONE_INPUT.items()}
+
+
+@pytest.mark.parametrize("names", in_groups(OF_ONE_TENSOR))
+def test_function_of_one_tensor_matches_eager(names: list[str]) -> None:
+    check_captures(OF_ONE_TENSOR, names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_INPUT)
-def test_function_of_one_tensor_matches_eager(name: str) -> None:
+def test_function_of_one_tensor_alone_matches_eager(name: str) -> None:
     check_capture(ONE_INPUT[name])
 
 

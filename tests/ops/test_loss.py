@@ -1,12 +1,14 @@
 """Captures of PyTorch's losses, which run its own kernels."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from onnxtrain import ORTModule
 from tests.op_case import Spec
-from tests.ops.captures import check_capture
+from tests.ops.captures import check_capture, check_captures
 from tests.ops.modules import check_module, ops_of
 from tests.torch_version import needs_torch
 
@@ -124,15 +126,10 @@ def test_probabilities_in_another_type():
     check_capture(lambda x, t: F.cross_entropy(x.bfloat16(), t.softmax(1)), SCORES, SCORES, sizes=SIZES[:2])
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("inner", ["", "d", "d 2", "d 2 2"])
-def test_nll_loss(reduction, inner):
-    check_capture(
-        lambda x, t: F.nll_loss(x, t, reduction=reduction),
-        Spec(f"n {CLASSES} {inner}"),
-        Spec(f"n {inner}", "int64", make=labels),
-        sizes=SIZES,
-    )
+def test_nll_loss(inner):
+    specs = Spec(f"n {CLASSES} {inner}"), Spec(f"n {inner}", "int64", make=labels)
+    check_captures({r: (partial(F.nll_loss, reduction=r), *specs) for r in REDUCTIONS}, REDUCTIONS, sizes=SIZES)
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
@@ -193,10 +190,10 @@ POINTWISE = {
 
 
 @pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", POINTWISE)
-def test_pointwise(name, reduction):
-    check_capture(lambda x, t: POINTWISE[name](x, t, reduction=reduction), *PAIR, sizes=SIZES)
+def test_pointwise(name):
+    losses = {r: (partial(POINTWISE[name], reduction=r), *PAIR) for r in REDUCTIONS}
+    check_captures(losses, REDUCTIONS, sizes=SIZES)
 
 
 _MSE_OF_ONE_TYPE = needs_torch(2, 12, "has no gradient of it")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.op_case import Spec
-from tests.ops.captures import SIZES, check_capture
+from tests.ops.captures import SIZES, check_capture, check_captures, in_groups
 from tests.ops.cases_reduce import rows_of_minus_inf, ties
 from tests.torch_version import needs_torch
 
@@ -101,8 +101,14 @@ IN_ATEN = {
 }
 
 
+@pytest.mark.parametrize("names", in_groups(FUNCTIONS))
+def test_captured_function_matches_eager(names: list[str]) -> None:
+    check_captures(FUNCTIONS, names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_captured_function_matches_eager(name: str) -> None:
+def test_captured_function_alone_matches_eager(name: str) -> None:
     function, spec = FUNCTIONS[name]
     check_capture(function, spec)
 

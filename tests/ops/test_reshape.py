@@ -15,7 +15,7 @@ from onnxtrain.ops import FROM_TORCH, OPS, builder, view
 from onnxtrain.ops.reshape.shape import factored
 from onnxtrain.ops.symbolic_ints import known_ints
 from tests.op_case import Spec
-from tests.ops.captures import check_capture
+from tests.ops.captures import X, check_capture, check_captures, in_groups
 
 Function = Callable[..., Any]
 
@@ -93,8 +93,17 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
+OF_ONE_TENSOR = {name: (function, X) for name, function in FUNCTIONS.items()}
+
+
+@pytest.mark.parametrize("names", in_groups(OF_ONE_TENSOR))
+def test_captured_function_matches_eager(names: list[str]) -> None:
+    check_captures(OF_ONE_TENSOR, names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_captured_function_matches_eager(name: str) -> None:
+def test_captured_function_alone_matches_eager(name: str) -> None:
     check_capture(FUNCTIONS[name])
 
 
