@@ -218,7 +218,7 @@ def _prompted(draw: Draw, batch: int, length: int) -> Call:
 @pytest.mark.parametrize("kind", ["bert", pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_a_language_model_equals_eager_and_scores_labelled_tokens_only(kind: str, tmp_path: Path) -> None:
     # Llama computes its norms in float32 also where the model is in float64: there is no other result to compare with.
-    dtypes = (torch.float32,) if kind == "llama" else (torch.float32, torch.float64)
+    dtypes = (torch.float32,) if kind == "llama" else None
     check_equals_eager(lambda: OnlyLoss(_language_model(kind)), _prompted, ((3, 9), (2, 6)), dtypes=dtypes)
     model = wrap(OnlyLoss(_language_model(kind)), tmp_path)
     model(**_prompted(Draw(0), 3, 9).kwargs).backward()
