@@ -21,6 +21,7 @@ import onnx_ir as ir
 from torch.utils.weak import WeakIdKeyDictionary
 
 from onnxtrain import onnx_file
+from onnxtrain.graph import traversal
 from onnxtrain.graph.verify import verify
 from onnxtrain.log import LOG
 from onnxtrain.ops.registry import lookup
@@ -118,7 +119,7 @@ class Stages:
         """
         if took_ms is None:
             took_ms = (time.perf_counter() - self._clock) * 1e3
-        nodes = sum(1 for _ in model.graph.all_nodes())
+        nodes = traversal.count_nodes(model.graph)
         stage = StageReport(name, took_ms, nodes, work=self._work(model) if self._work else None)
         if changes is not None:
             stage = replace(

@@ -48,6 +48,11 @@ def _has_subgraphs(node: ir.Node) -> bool:
     return False
 
 
+def count_nodes(graph: ir.Graph) -> int:
+    """Return the number of nodes in a graph, with those of subgraphs."""
+    return len(graph) + sum(count_nodes(inner) for node in graph if _has_subgraphs(node) for inner in subgraphs(node))
+
+
 def captured_values(node: ir.Node) -> Iterator[ir.Value]:
     """Yield the values of outer graphs that the node's subgraphs read."""
     for graph in subgraphs(node):

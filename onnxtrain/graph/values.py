@@ -38,9 +38,10 @@ def is_differentiable_type(dtype: ir.DataType) -> bool:
 
 
 def dtype_of(value: ir.Value) -> ir.DataType:
-    if value.dtype is None:
+    dtype = value.dtype
+    if dtype is None:
         raise ValueError(f"the element type of {value.name} is unknown")
-    return value.dtype
+    return dtype
 
 
 def type_of(value: ir.Value) -> TensorType:

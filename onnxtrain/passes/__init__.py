@@ -156,11 +156,13 @@ def _disabled_names(options: Options) -> set[str]:
 def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
     """Run `passes` over `model` in order and in place, and return what they did."""
     total = Changes()
+    traversal.sort(model.graph)
     for run in passes:
         changes = Changes(run.__name__)
         start = time.perf_counter()
         run(model.graph, changes)
-        traversal.sort(model.graph)  # new nodes may read shape values that are computed later
+        if changes.applied:
+            traversal.sort(model.graph)  # new nodes may read shape values that are computed later
         took_ms = (time.perf_counter() - start) * 1e3
         total.passes.append(PassReport(run.__name__, took_ms, tuple(changes.applied), tuple(changes.refused)))
         total.applied += [f"{run.__name__}: {text}" for text in changes.applied]
