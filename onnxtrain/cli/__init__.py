@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "memory": "show the memory of a training step, tensor by tensor",
     "ops": "list all operators: kernels, body, gradient, axes, effects",
     "options": "list all options: value, source, meaning",
+    "plan-scale": "plan a training step under FSDP2 on many ranks: bytes, collectives, overlap",
     "report": "write an HTML report of a model: graph before and after, passes, time, comparison with eager",
     "run": "run a script of ONNX Runtime Training, unchanged",
     "train": "train a folder of artifacts on data, to try them without code",

@@ -84,7 +84,8 @@ def render(
         body.append(f"<h2>{escape(chart.timeline.title)}</h2>")
         body.append(f"<figure>{legend([chart.timeline])}{draw(chart.timeline, top)}")
         body.append(f"<figcaption>{escape(chart.caption)}</figcaption></figure>")
-    body += ["<h2>Largest tensors</h2>", _table(tensors)]
+    if tensors:
+        body += ["<h2>Largest tensors</h2>", _table(tensors)]
     return "\n".join(
         [
             "<!doctype html>",

@@ -43,6 +43,10 @@ WRONG: dict[str, dict[str, str]] = {
     "memory": {"": "required: MODEL", "FILE:f --largest -3": "got -3", "FILE:f --html none/x": "got none/x"},
     "ops": {"nosuchop": "No operator matches", "(": "a regular expression"},
     "options": {"--json none": "file not found: none", "--json FILE": "Expecting value"},
+    "plan-scale": {
+        "": "required: MODEL", "FILE:f --world 8 --shard 3x2": "a product of 8", "FILE:f --world 8 --shard x": "8x128",
+        "FILE:f --world 8 --link fast": "such as 400Gb",
+    },
     "report": {"": "required: MODEL", "FILE:f --steps 0": "got 0", "FILE:f --html none/x": "an existing folder"},
     "run": {"": "required: script", "none.py": "Script not found", "-m nosuchmodule": "Module not found"},
     "train": {"": "required: folder", "no --data digits": "folder not found: no", "FOLDER --data x": "are missing"},
