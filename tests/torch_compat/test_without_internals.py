@@ -70,8 +70,3 @@ def test_each_part_alone(module: str) -> None:
 def test_all_parts_at_once(name: str) -> None:
     for outcome in outcomes({"all": (name,)}):
         check(outcome)
-
-
-def test_a_small_model_without_any_part() -> None:
-    (outcome,) = outcomes({"all": ("mlp",)})
-    check(outcome)
