@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
 else:  # the classes have no public name, but their instances have
+
+    class _AbsentOperator:
+        """The fallback for HigherOrderOperator, of which onnxtrain has subclasses. No trace calls them."""
+
+        def __init__(self, name):
+            self.__name__ = name
+
     OpOverload = type(torch.ops.aten.add.Tensor)
     OpOverloadPacket = type(torch.ops.aten.add)
     HigherOrderOperator = required(
@@ -23,6 +30,7 @@ else:  # the classes have no public name, but their instances have
         lambda: importlib.import_module("torch._ops").HigherOrderOperator,
         "the class of operators that take graphs as arguments",
         check=lambda part: issubclass(part, type(torch.ops.aten.add.Tensor).__mro__[1]),
+        fallback=_AbsentOperator,
     )
 
 
