@@ -43,6 +43,7 @@ from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.options import Options, warn_ineffective_variables
 from onnxtrain.system import ranks
 from onnxtrain.system.garbage_collector import collector_paused
+from onnxtrain.torch_compat.internal import refuse_if_lacking
 
 
 class _Entry:
@@ -449,6 +450,7 @@ class Engine:
         if isinstance(error, ChangedArgumentError | ChangedParameterError | FirstCallError):
             return None
         try:
+            refuse_if_lacking()
             self._refuse(flatten_call(args, kwargs)[0])
         except ORTModuleFallbackException:
             return None

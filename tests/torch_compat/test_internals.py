@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from onnxtrain import torch_compat
+from onnxtrain import ORTModule, torch_compat
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat import internal
 from onnxtrain.torch_compat.internal import ENTRIES, VARIABLE, Internal, missing
@@ -74,6 +74,13 @@ def test_a_part_can_be_switched_off(names: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_part_without_a_fallback_makes_the_module_run_in_pytorch() -> None:
     with pytest.raises(CaptureError, match="this PyTorch lacks a private part that onnxtrain needs: part"):
         missing("part")(1, key=2)
+
+
+def test_without_a_required_part_a_module_runs_in_pytorch_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENTRIES["version_of"], "fault", "it is lacking")
+    model = ORTModule(torch.nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="not as an ONNX graph: this PyTorch lacks a private part .*: version_of"):
+        model(torch.randn(3, 2)).sum().backward()
 
 
 _TRAINS = """

@@ -54,6 +54,7 @@ def check(outcome: Outcome) -> None:
     elif entry is not None and entry.required:
         assert len(outcome.fallbacks) == 1, f"{outcome.model} without {outcome.without}: {outcome.fallbacks}"
         assert outcome.without in outcome.fallbacks[0]
+        assert "in pieces" not in outcome.fallbacks[0]
 
 
 @pytest.mark.slow
