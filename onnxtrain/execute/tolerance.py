@@ -46,6 +46,29 @@ def error_and_bound(
     return error, 2 * (eager64 - exact).abs().max().item() + 8 * rounding, scale
 
 
+def differs_grossly(got: torch.Tensor, expected: torch.Tensor, largest: float, eps: float) -> bool:
+    """Return whether two results differ by more than those of any two correct programs.
+
+    This notices a wrong program where float64 cannot judge: while a model trains. Half of the digits must agree.
+
+    Args:
+        got: a result.
+        expected: the result of the other program, of the same dtype.
+        largest: the largest |expected| of all results; 1e-3 of it is the scale of tensors that are nearly zero.
+        eps: of the least precise dtype that the programs compute in.
+    """
+    if not got.is_floating_point():
+        return not torch.equal(got, expected)
+    finite = torch.isfinite(expected)
+    if not torch.equal(got.isfinite(), finite):
+        return True
+    got, expected = got[finite].float(), expected[finite].float()
+    if not expected.numel():
+        return False
+    scale = max(expected.abs().max().item(), 1e-3 * largest)
+    return (got - expected).abs().max().item() > 4 * math.sqrt(eps) * scale
+
+
 def is_noise(error: float, exact: torch.Tensor) -> bool:
     """Return whether the exact result is zero, compared with an error: its terms cancel."""
     return exact.numel() > 0 and exact.abs().max().item() <= 1e-6 * error

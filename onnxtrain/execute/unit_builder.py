@@ -15,6 +15,7 @@ from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
 from onnxtrain.execute.cpp_program import program as cpp_program
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.independent_backwards import IndependentBoundary
+from onnxtrain.execute.inductor_program import program as inductor_program
 from onnxtrain.execute.kernel_annotations import may_compile_in_background
 from onnxtrain.execute.kernel_choice.tuned_program import make_program
 from onnxtrain.execute.program import FusedCalls, Program
@@ -73,6 +74,8 @@ class UnitBuilder:
             return program
         if self.layout is None:  # a region's kernel reads and writes contiguous tensors only
             regions.watch(program, self.options, self.device, partial(self._fused, title))
+            frees = title == "backward"
+            inductor_program.watch(program, self.options, self.device, partial(self._views, title), frees)
         if self.device.type == "cpu":
             cpp_program.watch(program)
         return program
@@ -143,6 +146,9 @@ class UnitBuilder:
 
     def _fused(self, title: str, part: Part, fused_calls: FusedCalls) -> Program:
         return self._program(part, f"{title}, fused", fused_calls=fused_calls)
+
+    def _views(self, title: str, part: Part) -> Program:
+        return self._program(part, f"{title}, views")
 
     def _program(
         self, part: Part, title: str, layout: ChannelsLast | None = None, fused_calls: FusedCalls | None = None

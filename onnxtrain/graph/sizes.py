@@ -131,6 +131,13 @@ def scale(size: Size, factor: float) -> Size:
     return int(size * factor) if isinstance(size, int) else from_sympy(sympy.floor(sympy.Float(factor) * parse(size)))
 
 
+def substitute(size: Size, names: Mapping[str, str]) -> Size:
+    """Return a size whose symbols are renamed."""
+    if isinstance(size, int):
+        return size
+    return from_sympy(parse(size).xreplace({symbol(old): symbol(new) for old, new in names.items()}))
+
+
 @functools.lru_cache(maxsize=65536)
 def maximum(*sizes: Size) -> Size:
     return from_sympy(sympy.Max(*map(parse, sizes)))

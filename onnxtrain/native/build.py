@@ -16,7 +16,7 @@ from onnxtrain.native import background, compiler
 from onnxtrain.system.cache_folder import cache_folder, scratch_folder
 from onnxtrain.system.machine import current_machine
 
-_DIGEST_BYTES = 32
+DIGEST_BYTES = 32
 _TIMEOUT_S = 300  # for a compile at low priority on a busy machine
 
 
@@ -87,7 +87,7 @@ def is_intact(path: Path) -> bool:
         owner = path.stat().st_uid
     except OSError:
         return False
-    return owner in (os.getuid(), 0) and hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
+    return owner in (os.getuid(), 0) and hashlib.sha256(data[:-DIGEST_BYTES]).digest() == data[-DIGEST_BYTES:]
 
 
 def _compile(cxx: compiler.Compiler, flags: Sequence[str], source: str, target: Path) -> None:

@@ -120,7 +120,7 @@ def test_one_process_compiles_all_regions_in_order(made_up_child: Callable[[str]
     first, second = building.build(requests[1:]), building.build(requests[:2])
     results = [next(first), *second, *first]
     assert [request for request, _ in results] == [requests[1], requests[0], requests[1], *requests[2:]]
-    written_by = {path.read_bytes()[: -build._DIGEST_BYTES] for _, path in results if isinstance(path, Path)}
+    written_by = {path.read_bytes()[: -build.DIGEST_BYTES] for _, path in results if isinstance(path, Path)}
     assert len(written_by) == 1
     assert building._process._running is None
     with pytest.raises(ProcessLookupError):

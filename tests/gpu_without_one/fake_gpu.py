@@ -31,7 +31,7 @@ needs_cuda_build = pytest.mark.skipif(
     reason="needs the CUDA build of PyTorch on a machine without a GPU: make test-gpu-plans",
 )
 
-_H100 = SimpleNamespace(
+H100 = SimpleNamespace(
     name="NVIDIA H100",
     major=9,
     minor=0,
@@ -61,8 +61,8 @@ def fake_gpu(mode: FakeTensorMode) -> Iterator[None]:
         "torch.cuda.device_count": lambda: 1,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.get_device_capability": lambda *device: (9, 0),
-        "torch.cuda.get_device_name": lambda *device: _H100.name,
-        "torch.cuda.get_device_properties": lambda *device: _H100,
+        "torch.cuda.get_device_name": lambda *device: H100.name,
+        "torch.cuda.get_device_properties": lambda *device: H100,
         "torch.cuda.is_bf16_supported": lambda *args, **kwargs: True,
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
         "torch.cuda.get_rng_state": lambda *device: torch.zeros(16, dtype=torch.uint8, device="cpu"),
@@ -76,7 +76,7 @@ def fake_gpu(mode: FakeTensorMode) -> Iterator[None]:
                 stack.enter_context(unittest.mock.patch.object(module, "PLAIN_TENSORS", PLAIN_TENSORS | {FakeTensor}))
         made = program.constant_tensor
         stack.enter_context(unittest.mock.patch.object(aten_kernels.SDP_CHOICE, "get", return_value=_attention_backend))
-        on_gpu = lambda value: _Constant(made(value), mode)
+        on_gpu = lambda value: FakeConstant(made(value), mode)
         stack.enter_context(unittest.mock.patch.object(program, "constant_tensor", on_gpu))
         yield
 
@@ -101,7 +101,7 @@ def _attention_backend(
     return int(SDPBackend.MATH.value)
 
 
-class _Constant:
+class FakeConstant:
     """A constant of a program, which is moved to the device before it runs."""
 
     def __init__(self, tensor: torch.Tensor, mode: FakeTensorMode) -> None:

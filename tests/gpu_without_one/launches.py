@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -126,6 +125,71 @@ def _stop(unit: Unit, tensors: Sequence[torch.Tensor]) -> Any:
     raise _Compiled(unit, tensors)
 
 
+@dataclass(frozen=True)
+class Capture:
+    """A unit, and the fake CUDA tensors of a call of it.
+
+    Attributes:
+        unit: the programs.
+        tensors: the arguments of forward.
+        mode: of the tensors.
+    """
+
+    unit: Unit
+    tensors: list[torch.Tensor]
+    mode: FakeTensorMode
+
+    def run(self, forward: Launches, backward: Launches) -> tuple[list[Any], BackwardCall]:
+        """Run both programs, and record what they launch; returns the results of forward, and the call of backward.
+
+        The first result has a cotangent.
+        """
+        unit, tensors = self.unit, self.tensors
+        needed = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+        first = tuple(i == 0 for i in range(unit.num_results))
+        with self.mode, torch.no_grad():
+            with _Recorder(forward):
+                results, sizes = unit.forward.run(tensors, ())
+            program = unit.backward(first, (False, *needed))
+            saved = results[unit.first_kept :]
+            cotangents = [torch.ones_like(results[0]), *[None] * (unit.num_results - 1)]
+            arguments = [*(saved[i] for i in program.kept), *(cotangents[i] for i in program.cotangents)]
+            call = BackwardCall(program.program, arguments, [sizes[i] for i in program.sizes])
+            with _Recorder(backward):
+                call.program.run(list(arguments), call.sizes)
+        return list(results), call
+
+
+@dataclass(frozen=True)
+class BackwardCall:
+    """A backward program, and the arguments of a call of it."""
+
+    program: Any
+    arguments: list[Any]
+    sizes: list[int]
+
+
+def captured(
+    make_module: Callable[[], torch.nn.Module],
+    make_inputs: Callable[[], Mapping[str, Any]],
+    mode: FakeTensorMode,
+    *,
+    autocast: torch.dtype | None = None,
+    **options: Any,
+) -> Capture:
+    """Capture a module on fake CUDA tensors; nothing falls back. See `onnxtrain_step`."""
+    module = _on_gpu(make_module().train(), mode)
+    inputs = {name: _fake(tensor, mode) for name, tensor in make_inputs().items()}
+    wrapped = ORTModule(module, fallback_policy="FALLBACK_DISABLE", **options)
+    with fake_gpu(mode), patch.object(Unit, "run", _stop):
+        try:
+            with cuda_autocast(autocast):
+                wrapped(**inputs)
+        except _Compiled as compiled:
+            return Capture(compiled.unit, list(compiled.tensors), mode)
+    raise AssertionError("the module ran no unit")
+
+
 def onnxtrain_step(
     make_module: Callable[[], torch.nn.Module],
     make_inputs: Callable[[], Mapping[str, Any]],
@@ -142,36 +206,14 @@ def onnxtrain_step(
         options: of ORTModule.
     """
     mode = fake_mode()
-    module = _on_gpu(make_module().train(), mode)
-    inputs = {name: _fake(tensor, mode) for name, tensor in make_inputs().items()}
-    wrapped = ORTModule(module, fallback_policy="FALLBACK_DISABLE", **options)
-    with ExitStack() as stack:
-        stack.enter_context(fake_gpu(mode))
-        stack.enter_context(patch.object(Unit, "run", _stop))
-        try:
-            with cuda_autocast(autocast):
-                wrapped(**inputs)
-        except _Compiled as compiled:
-            unit, tensors = compiled.unit, compiled.tensors
-        return _run(unit, list(tensors), mode)
-
-
-def _run(unit: Unit, tensors: list[torch.Tensor], mode: FakeTensorMode) -> Step:
-    forward, backward = Launches(), Launches()
-    needed = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
-    first = tuple(i == 0 for i in range(unit.num_results))
-    with mode, torch.no_grad():
-        with _Recorder(forward):
-            results, sizes = unit.forward.run(tensors, ())
-        program = unit.backward(first, (False, *needed))
-        saved = results[unit.first_kept :]
-        cotangents = [torch.ones_like(results[0]), *[None] * (unit.num_results - 1)]
-        arguments = [*(saved[i] for i in program.kept), *(cotangents[i] for i in program.cotangents)]
-        with _Recorder(backward):
-            program.program.run(arguments, [sizes[i] for i in program.sizes])
-        own = {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor)}
-        kept = [t for t in saved if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in own]
-    return Step(forward, backward, bytes_of(kept), (unit.forward.source, getattr(program.program, "source", "")))
+    capture = captured(make_module, make_inputs, mode, autocast=autocast, **options)
+    with fake_gpu(mode):
+        forward, backward = Launches(), Launches()
+        results, call = capture.run(forward, backward)
+    own = {t.untyped_storage()._cdata for t in capture.tensors if isinstance(t, torch.Tensor)}
+    saved = results[capture.unit.first_kept :]
+    kept = [t for t in saved if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in own]
+    return Step(forward, backward, bytes_of(kept), (capture.unit.forward.source, getattr(call.program, "source", "")))
 
 
 def _on_gpu(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:

@@ -7,11 +7,12 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from filelock import FileLock
 
 from onnxtrain.execute.regions.process import Process
-from onnxtrain.execute.regions.request import LIBRARY, Request
+from onnxtrain.execute.regions.request import LIBRARY
 from onnxtrain.log import warn
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError, is_intact, require_compiler
@@ -23,7 +24,29 @@ _refused: dict[str, str] = {}  # why a region has no kernel in this process, by 
 _refused_lock = threading.Lock()
 
 
-def build(requests: Sequence[Request], dump: Path | None = None) -> Iterator[tuple[Request, Path | BuildError]]:
+class Request(Protocol):
+    """What the compiling process compiles."""
+
+    @property
+    def file_prefix(self) -> str:
+        """The beginning of the library's name."""
+
+    @property
+    def problem(self) -> str:
+        """What a user reads before the reason if it is not compiled."""
+
+    @property
+    def key(self) -> str:
+        """A hash of everything that determines the library."""
+
+    def write(self, folder: Path) -> None:
+        """Write the request to a folder."""
+
+
+R = TypeVar("R", bound=Request)
+
+
+def build(requests: Sequence[R], dump: Path | None = None) -> Iterator[tuple[R, Path | BuildError]]:
     """Get the libraries of regions from the cache or the compiling process. Not for the main thread: it takes minutes.
 
     Args:
@@ -45,7 +68,7 @@ def refuse(request: Request, reason: str) -> None:
         is_new = reason not in _refused.values()
         _refused[request.key] = reason
     if is_new:
-        warn(f"a fused kernel cannot be built; its operators run unfused: {reason}")
+        warn(f"{request.problem}: {reason}")
 
 
 def _build_one(request: Request, dump: Path | None) -> Path | BuildError:
@@ -69,8 +92,9 @@ def _cached_library(request: Request) -> Path:
     """Return the path of the library in the cache; compiles it first if it is missing."""
     folder = cache_folder("regions")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    target = folder / f"region-{request.key}.so"
-    with FileLock(folder / f".region-{request.key}.lock"):  # the ranks of one training ask for the same library
+    name = f"{request.file_prefix}-{request.key}"
+    target = folder / f"{name}.so"
+    with FileLock(folder / f".{name}.lock"):  # the ranks of one training ask for the same library
         if not is_intact(target):
             with background.take_ticket():
                 _compile(request, target)

@@ -3,7 +3,7 @@
 A region is traced as the program of its nodes. PyTorch's AOTInductor compiles the trace to C++ (and, for a GPU, Triton
 kernels), and the C++ compiler builds a library. CONNECTION is a file descriptor, from which the process reads the names
 of folders with one request each. It writes the library to the folder, as `library.so`, and answers with the error, or
-"".
+"". It compiles the programs of `inductor_program` too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from onnxtrain.execute.inductor_program.child import compile_program
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.regions import request
 from onnxtrain.execute.regions.call import RegionCall, load
@@ -62,6 +63,9 @@ def main(connection: Connection) -> None:
 def compile_in(folder: Path) -> None:
     """Compile the request in a folder."""
     model, metadata = request.read_request(folder)
+    if metadata["kind"] == "program":
+        compile_program(model, metadata, folder)
+        return
     part, device = single_part(model), torch.device(metadata["device"])
     shapes = [_typical_shape(value, shape) for value, shape in zip(model.graph.inputs, metadata["shapes"], strict=True)]
     region = _Region(Program(part, "region", device))

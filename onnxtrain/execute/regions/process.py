@@ -14,9 +14,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import torch
+
 from onnxtrain.native import background
 from onnxtrain.native.build import BuildError
 
+_TRITON_COMPILERS = 4  # processes; one compiles the Triton kernels of a layer in half a minute
 _MODULE = "onnxtrain.execute.regions.child"
 
 
@@ -92,7 +95,7 @@ def _start(cache: Path) -> _Running:
         command = [
             "env",
             "OMP_NUM_THREADS=1",
-            "TORCHINDUCTOR_COMPILE_THREADS=1",
+            f"TORCHINDUCTOR_COMPILE_THREADS={_TRITON_COMPILERS if torch.cuda.is_available() else 1}",
             f"TORCHINDUCTOR_CACHE_DIR={cache}",
             f"PYTHONPATH={os.pathsep.join(sys.path)}",  # to import the same packages
             *(sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())),

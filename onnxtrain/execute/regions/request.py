@@ -35,6 +35,8 @@ class Request:
         key: names the library: a hash of everything that determines its code.
     """
 
+    file_prefix, problem = "region", "a fused kernel cannot be built; its operators run unfused"
+
     def __init__(self, part: Part, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         """Serialize the region.
 
@@ -52,10 +54,16 @@ class Request:
         except NotStorableError as error:
             raise GraphError("the region cannot be written to a file", got=error) from error
         threads = torch.get_num_threads()
-        metadata = {"known": data, "shapes": [list(s) for s in shapes], "threads": threads, "device": str(device)}
+        metadata = {
+            "kind": "region",
+            "known": data,
+            "shapes": [list(s) for s in shapes],
+            "threads": threads,
+            "device": str(device),
+        }
         self.metadata = json.dumps(metadata)
         # Without the shapes: the library is the same whatever the sizes of the first call.
-        determining = json.dumps([data, threads, current_machine().code_target, _device_kind(device), *versions()])
+        determining = json.dumps([data, threads, current_machine().code_target, device_kind(device), *versions()])
         self.key = hashlib.sha256(self.graph + b"\0" + determining.encode()).hexdigest()[:24]
 
     def write(self, folder: Path) -> None:
@@ -63,7 +71,7 @@ class Request:
         folder.joinpath(METADATA).write_text(self.metadata, encoding="utf-8")
 
 
-def _device_kind(device: torch.device) -> tuple[str, ...]:
+def device_kind(device: torch.device) -> tuple[str, ...]:
     """Return the kind of a device: its library runs on any device of this kind."""
     if device.type == "cpu":
         return ("cpu",)

@@ -206,10 +206,10 @@ def dropout_by_key(n: NodeView, key: Any) -> Call:
 
 
 def _lower_gpu(n: NodeView, q: Any, k: Any, v: Any, mask: Any) -> Call:
-    return Call(_gpu_attention, q, k, v, score_options(n, mask))
+    return Call(gpu_attention, q, k, v, score_options(n, mask))
 
 
-def _gpu_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def gpu_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     y, logsumexp, _ = gpu_kernels.attention(*arguments)
     return y, logsumexp
 

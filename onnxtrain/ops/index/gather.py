@@ -30,6 +30,7 @@ from onnxtrain.ops.index.negative_indices import (
     wrap_negative_in_axis,
 )
 from onnxtrain.ops.interfaces.addends import OUTPUT_ADDENDS
+from onnxtrain.ops.interfaces.traced_calls import TRACED_CALLS
 from onnxtrain.ops.reshape.movement import axis_names, axis_of, checked_axis, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.symbolic_ints import known_ints, required_ints
@@ -204,6 +205,14 @@ def plus_row_sums_(added: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor, pa
     if padding >= 0:
         sums.masked_fill_((unique_rows == padding)[:, None], 0)
     return added.index_add_(0, unique_rows, sums)
+
+
+def _traced_plus_row_sums(added: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor, padding: int) -> torch.Tensor:
+    """Compute `plus_row_sums` without sizes that depend on elements."""
+    return added + row_sums((added.size(0), added.size(1)), rows, dy, padding)
+
+
+TRACED_CALLS[plus_row_sums] = TRACED_CALLS[plus_row_sums_] = _traced_plus_row_sums
 
 
 def _lower_row_sums(n: NodeView, shape: Any, rows: Any, dy: Any, added: Any) -> Call:

@@ -1,0 +1,41 @@
+"""What Inductor generates for programs on a GPU, with kernels="inductor": few launches, for any sequence length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu_without_one.fake_gpu import needs_cuda_build
+from tests.gpu_without_one.inductor_code import Code, cubin, inductor_step
+from tests.gpu_without_one.models import MODELS
+
+pytestmark = [needs_cuda_build, pytest.mark.slow]
+
+CAPABILITIES = [80, 90, 100]  # sm_80, sm_90a and sm_100a
+MOST = {"bert": 43, "gpt2": 36, "llama": 44}  # launches of a layer, forward and backward, without dropout
+
+
+def step(name: str, layers: int, folder: Path) -> tuple[Code, Code]:
+    make, inputs = MODELS[name]
+    (folder / str(layers)).mkdir()
+    return inductor_step(
+        lambda: make(layers, 0.0).to(torch.bfloat16), inputs, folder / str(layers), skip_padding="never"
+    )
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_layer_launches_few_kernels(name: str, tmp_path: Path) -> None:
+    one, two = (step(name, layers, tmp_path) for layers in (1, 2))
+    launches = [[program.launches for program in programs] for programs in (one, two)]
+    assert sum(launches[1]) - sum(launches[0]) <= MOST[name]
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_each_kernel_compiles_for_three_architectures(name: str, tmp_path: Path) -> None:
+    kernels = [kernel for program in step(name, 1, tmp_path) for kernel in program.kernels]
+    assert len(kernels) > 10
+    for kernel in kernels:
+        for capability in CAPABILITIES:
+            assert cubin(kernel, capability, tmp_path).startswith(b"\x7fELF")
