@@ -76,6 +76,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.torch_compat.decompositions import without_effect_tokens, without_reference_functions
 from onnxtrain.torch_compat.internal import refuse_if_lacking
 from onnxtrain.torch_compat.modes import autocast_disabled
+from onnxtrain.torch_compat.tensors import own_memory
 from onnxtrain.torch_compat.tracing import copies_without_bases, keep_unread_samples
 
 _PREFIX = "module."
@@ -556,7 +557,7 @@ def _is_attribute(module: torch.nn.Module, target: str) -> bool:
 
 def _make_constant(graph: ir.Graph, value: ir.Value, tensor: torch.Tensor) -> None:
     """Turn a placeholder into an initializer that holds `tensor`."""
-    data = tensor.detach().cpu().contiguous()
+    data = own_memory(tensor.detach().cpu().contiguous())
     assert value.dtype is not None
     array = data.float().numpy().astype(value.dtype.numpy()) if data.dtype == torch.bfloat16 else data.numpy()
     value.const_value = ir.Tensor(array, dtype=value.dtype, name=value.name)

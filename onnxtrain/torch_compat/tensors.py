@@ -29,6 +29,12 @@ def _distinguishes_storages(storage_id: Callable[[torch.Tensor], int]) -> bool:
     return storage_id(empty) == storage_id(empty.view(0)) != storage_id(torch.empty(0))
 
 
+def own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy if its memory belongs to another library: numpy changes it without a new version."""
+    is_shared = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return tensor.clone() if is_shared and not tensor.untyped_storage().resizable() else tensor
+
+
 storage_id = Internal[Callable[[torch.Tensor], int]](
     "storage_id",
     lambda: _storage_identity,

@@ -30,6 +30,7 @@ from onnxtrain.torch_compat.fake_tensors import FakeTensorMode
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.pytree import tree_leaves
 from onnxtrain.torch_compat.symbols import is_always_true, is_data_dependent, size_range, unreplaced_expression
+from onnxtrain.torch_compat.tensors import own_memory
 
 _SPECIAL_SIZES = (0, 1)  # operators treat them otherwise than all others
 
@@ -68,7 +69,7 @@ class Proof:
         signature = program.graph_signature
         self.signature = [(spec.kind, spec.target) for spec in (*signature.input_specs, *signature.output_specs)]
         constants = [str(spec.target) for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
-        self.constants = [program.constants[name] for name in constants]
+        self.constants = [own_memory(program.constants[name]) for name in constants]
         values = [node.meta.get("val") for node in program.graph.nodes]
         used = {s for value in values for size in _symbolic_sizes(value) for s in _all_symbols(size)}
         self.data_dependent = {s for s in used if is_data_dependent(s)}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import EllipsisType, MemberDescriptorType, ModuleType, NoneType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
 
@@ -298,6 +299,9 @@ class Snapshot:
             return
         if isinstance(value, torch.Tensor) and f"{owner}.{name}".removeprefix("the module.") in self.names:
             return
+        if isinstance(value, np.ndarray):
+            self.add_array(name, owner, value)
+            return
         contents = children(value, objects) if depth < MAX_DEPTH else None
         if contents is None or len(contents) > MAX_ELEMENTS:
             length = len(value) if isinstance(value, CONTAINER_TYPES) else None
@@ -317,6 +321,13 @@ class Snapshot:
             self.add_value(f"{name}.__dict__", owner, vars(value), depth + 1, objects + 1)
         for step, child in contents.items():
             self.add_value(name + step, owner, child, depth + 1, objects + (not isinstance(value, CONTAINER_TYPES)))
+
+    def add_array(self, name: str, owner: str, value: np.ndarray) -> None:
+        """Add the elements of a numpy array, of which a graph embeds copies: no version counts its changes."""
+        elements = value.tobytes()
+        text = f"ndarray {list(value.shape)} with the hash {hash(elements):x}"
+        self.add_fact(name, owner, (Identity(value), elements), text)
+        self.changed_if(f"{self.bind(value)}.tobytes() != {self.bind(elements)}")
 
     def check_contents(self, value: object, contents: Mapping[str, object]) -> None:
         """Check that a container or an object contains the same objects."""

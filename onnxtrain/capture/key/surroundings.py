@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from onnxtrain.capture import source_location
@@ -187,6 +188,8 @@ def _add_fact(snapshot: Snapshot, reference: Reference) -> None:
         snapshot.add_value(name, owner, value, 0, 0)
     elif reference.includes_contents and isinstance(value, CONTAINER_TYPES) and len(value) > MAX_ELEMENTS:
         snapshot.add_value(name, owner, value, MAX_DEPTH, 0)
+    elif isinstance(value, np.ndarray):
+        snapshot.add_array(name, owner, value)
     else:
         snapshot.add_fact(name, owner, Identity(value), f"{kind.__name__} at {id(value):#x}")
 
