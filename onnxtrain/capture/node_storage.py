@@ -1,4 +1,4 @@
-"""The storages and memory layouts of the tensors in a trace."""
+"""The storages and memory layouts of the tensors in a trace, and the nodes that copied ones repeat."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.symbols import unreplaced_expression
 from onnxtrain.torch_compat.tensors import storage_id
 
+COPY_OF = "copy of"  # the key in a copied node's metadata: the node of the block that was traced
 _COPIED = "storages of the copy"  # the key in a node's metadata
 
 

@@ -21,7 +21,7 @@ from onnxtrain.capture.blocks.parameter_table import REVEALED
 from onnxtrain.capture.blocks.repeated_blocks import BLOCK_CALL, TEMPLATE, Copy
 from onnxtrain.capture.export.checkpoint_regions import in_new_regions
 from onnxtrain.capture.export.fake_tensors import Fakes
-from onnxtrain.capture.node_storage import StoragesOfCopy, set_storages
+from onnxtrain.capture.node_storage import COPY_OF, StoragesOfCopy, set_storages
 from onnxtrain.torch_compat.fake_tensors import fake_mode_of
 from onnxtrain.torch_compat.tensors import storage_id
 
@@ -152,6 +152,7 @@ class _Rewrite:
             set_storages(meta, copy.storages)
         in_new_regions(metas, (copy.template.call.outer_region, copy.region))
         for node, meta in zip(nodes, metas, strict=True):
+            meta[COPY_OF] = self._values[node]
             values[node] = self._copy(node, values, meta)
         return [values[result] for result in results]  # type: ignore[union-attr,index]  # a list of nodes
 

@@ -18,11 +18,13 @@ from torch.export.exported_program import ExportedProgram
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.convert.aten_gradient import TracedGradient
+from onnxtrain.capture.convert.copied_calls import CopiedCalls
 from onnxtrain.capture.convert.symbolic_sizes import fixed_number, number_from_sizes, size_of, tensor_type
 from onnxtrain.capture.export.checkpoint_regions import REGION, checkpoint_region_of
 from onnxtrain.capture.functionalize.autocast import refuse_hidden_casts
 from onnxtrain.capture.functionalize.composite_operators import record_size_guards
 from onnxtrain.capture.functionalize.functional_calls import ASSERTIONS_AND_SIZES, ITEM
+from onnxtrain.capture.node_storage import COPY_OF
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
@@ -80,6 +82,7 @@ class _Walk:
         self._graph = graph
         self._origin = dict(op.origin) if converted is not None else None
         self._values: dict[torch.fx.Node, Any] = dict(converted or {})
+        self._copied_calls = CopiedCalls(graph, self._values) if converted is None else None
         self._items: dict[str, torch.fx.Node] = {}  # the calls of `tensor.item()`, by the symbol of the result
 
     def visit(self, node: torch.fx.Node) -> None:
@@ -158,8 +161,14 @@ class _Walk:
             with self.op.at(self._origin_of(node)):
                 self._values[node] = self._converted_number(example, node)
             return
-        with self.op.at(self._origin_of(node)):
-            self._values[node] = self._convert_call(node, target, name, example)
+        before = len(self._graph)
+        copied = self._copied_calls.copy(node, origin_of) if self._copied_calls is not None else None
+        if copied is not None:
+            self._values[node] = copied
+        else:
+            with self.op.at(self._origin_of(node)):
+                self._values[node] = self._convert_call(node, target, name, example)
+        self._name_nodes(node, before)
 
     def _converted_number(self, example: Any, node: torch.fx.Node) -> Any:
         """Return the number, a double value that computes it, or the error to raise if an operator takes it.
@@ -215,7 +224,6 @@ class _Walk:
         if target is auto_functionalized:  # a custom operator that writes to its arguments
             target, *arguments = arguments
         convert_call = FROM_TORCH.get(name)
-        before = len(self._graph)
         try:
             result = NotImplemented
             if convert_call and (target is PYTHON_OP or not any(e.is_complex() for e in _tensors(node, examples))):
@@ -236,7 +244,6 @@ class _Walk:
                 todo="the module runs in PyTorch; please report this operator and its arguments",
             ) from error
         self._check_types(node, name, result, examples)
-        self._name_nodes(node, before)
         return result
 
     def _aten(self, node: torch.fx.Node, target: Any, arguments: Any, keywords: Any, example: Any) -> Any:
@@ -287,9 +294,11 @@ class _Walk:
     def _name_nodes(self, node: torch.fx.Node, before: int) -> None:
         if self._origin is not None:
             return
-        added = len(self._graph) - before
-        for from_last, inner in enumerate(islice(reversed(self._graph), added)):
-            inner.name = f"{node.name}.{added - 1 - from_last}" if from_last else node.name
+        added = [*islice(reversed(self._graph), len(self._graph) - before)][::-1]
+        for index, inner in enumerate(added):
+            inner.name = node.name if inner is added[-1] else f"{node.name}.{index}"
+        if self._copied_calls is not None and COPY_OF not in node.meta:
+            self._copied_calls.record(node, added, origin_of(node))
 
     def _argument(self, argument: Any) -> Any:
         match argument:

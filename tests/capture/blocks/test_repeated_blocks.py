@@ -18,6 +18,7 @@ from onnxtrain import ORTModule
 from onnxtrain.capture import capture
 from onnxtrain.capture.export.checkpoint_regions import REGION
 from onnxtrain.frontend.ort_module import engine_of
+from onnxtrain.ops import FROM_TORCH
 from onnxtrain.torch_compat.patch_points import CALL_MODULE
 from tests.reference import assert_matches
 
@@ -656,6 +657,37 @@ def test_copies_are_what_tracing_would_give(name: str, copies: list[int], all_tr
     all_traced()
     assert run(make, vectors(3, 4)) == with_copies
     assert copies == [count, 0]
+
+
+def test_calls_of_copies_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that are traced are converted; in the others, the ONNX nodes are copied as well."""
+    calls: list[int] = []
+    convert = FROM_TORCH["aten.gelu.default"]
+
+    def counted(op: Any, x: Any, **attributes: Any) -> Any:
+        calls.append(1)
+        return convert(op, x, **attributes)
+
+    monkeypatch.setitem(FROM_TORCH, "aten.gelu.default", counted)
+    ORTModule(stack())(torch.randn(2, 5, WIDTH))
+    assert len(calls) == 2
+
+
+def test_parameters_of_copies_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    exported: list[int] = []
+    export = torch.export.export
+
+    def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        exported.append(len([*module.parameters()]))
+        return export(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    model = stack()
+    ours = ORTModule(model)
+    ours(torch.randn(2, 5, WIDTH)).sum().backward()
+    in_block = len([*model.blocks[0].parameters()])
+    assert exported == [len([*model.parameters()]) - 4 * in_block]
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_copies_under_autocast(copies: list[int], all_traced: Callable[[], None]) -> None:
