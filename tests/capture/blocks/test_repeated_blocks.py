@@ -504,7 +504,7 @@ class DetachesParameter(Flat):
 class ReplacesParameter(Flat):
     def forward(self, x: Tensor) -> Tensor:
         if self.index == 5:
-            self.layer.bias = nn.Parameter(torch.zeros(WIDTH))
+            self.layer.bias = nn.Parameter(x.new_zeros(WIDTH))
         return super().forward(x)
 
 
