@@ -310,8 +310,15 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("learn_scales", [False, True])
-@pytest.mark.parametrize(("weight_type", "options"), OPTIONS)
+# Both ways for the first, and one for each of the others.
+INTEGERS = [
+    pytest.param(*option, learn_scales, marks=[] if number == 0 or number % 2 == learn_scales else [pytest.mark.slow])
+    for number, option in enumerate(OPTIONS)
+    for learn_scales in (False, True)
+]
+
+
+@pytest.mark.parametrize(("weight_type", "options", "learn_scales"), INTEGERS)
 def test_integers_compute_what_was_trained(
     trained: Path, tmp_path: Path, weight_type: str, options: dict[str, Any], learn_scales: bool
 ) -> None:

@@ -35,10 +35,10 @@ def test_a_step_frees_what_it_allocates(early: bool) -> None:
     for sizes in SIZES[:3]:
         step(*sizes)  # compiles, and allocates the gradients that later steps accumulate
     captures = count_captures(model)
-    recording = record(lambda: [step(*sizes) for sizes in SIZES])
+    recording = record(lambda: [step(*sizes) for sizes in SIZES[:10]])
     allocated = sum(one.bytes for one in recording.allocations if one.start is not None)
     left = [one for one in recording.allocations if one.start is not None and one.end is None]
-    assert allocated > 25 * 4 * WIDTH * WIDTH
+    assert allocated > 10 * 4 * WIDTH * WIDTH
     assert not left
     assert count_captures(model) == captures
 

@@ -30,6 +30,8 @@ SHOWN_BY = {
 # The architectures: a modifier of another model (a checkpoint, a hook, tied weights) shows in one dtype and mode.
 ARCHITECTURES = ("bert-classifier", "gpt2", "llama", "t5", "vit", "mlp", "resnet", "transformer-encoder", "lstm")
 
+# Their casts are those of the operators of BERT and GPT-2, and of the LSTM; they are a third of this test's time.
+LONG_UNDER_AUTOCAST = ("t5", "transformer-encoder", "gru")
 MODIFIED = {entry.name for entry in ZOO} - set(ARCHITECTURES)
 
 
@@ -74,7 +76,7 @@ def check_training(entry: ZooModel, dtype: torch.dtype) -> None:
         compare.train_steps(MOMENTUM)
 
 
-@pytest.mark.parametrize("entry", each_model(everywhere=True, slow=SHOWN_BY))
+@pytest.mark.parametrize("entry", each_model(everywhere=True, slow={*SHOWN_BY, *LONG_UNDER_AUTOCAST}))
 def test_training_under_autocast_equals_eager_under_autocast(entry: ZooModel) -> None:
     if entry.name == "lstm":
         skip_without_narrow_lstms()
