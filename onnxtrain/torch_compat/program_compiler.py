@@ -231,8 +231,7 @@ def compile_trace(
         patch.object(inductor.patterns, "lazy_init", lambda device: None),  # attention is recognized already
     ):
         artifact = inductor.compile(traced.graph, traced.arguments, dynamic_shapes="from_tracing_context", options={})
-    buffers = _random_buffers("\n".join(sources))
-    if len(buffers) != random_count or buffers != sorted(buffers):
+    if not samples_in_order("\n".join(sources), random_count):
         raise TraceError("Inductor would run random operators in another order")
     try:
         artifact.save(path=str(path), format="binary")
@@ -250,13 +249,13 @@ def _is_random(target: Any) -> bool:
 _CALL = re.compile(r"\bbuf(\d+) = torch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 
-def _random_buffers(source: str) -> list[int]:
-    """Return the numbers of the buffers that random operators compute, in the order of the generated program.
+def samples_in_order(source: str, random_count: int) -> bool:
+    """Return whether a generated program runs its random operators in the order of the graph.
 
-    Inductor numbers buffers in the order of the graph.
+    Inductor numbers buffers in that order.
     """
-    calls = _CALL.findall(source)
-    return [int(n) for n, *names in calls if _is_random(_operator(*names))]
+    buffers = [int(n) for n, *names in _CALL.findall(source) if _is_random(_operator(*names))]
+    return len(buffers) == random_count and buffers == sorted(buffers)
 
 
 def _operator(namespace: str, name: str, overload: str) -> Any:

@@ -294,7 +294,7 @@ def test_a_failed_compilation_leaves_the_program(compiler: Compiler, monkeypatch
     assert compiler.calls == 0
 
 
-def test_arguments_are_freed_after_their_last_use() -> None:
+def test_a_call_takes_its_strides_only_and_frees_its_arguments() -> None:
     part = part_of(lambda op, x: op.Exp(x), ["b h"])
     tensors = [torch.randn(5, 3)]
     layout = Layout(part, [ArgumentSpec.from_tensor(t) for t in tensors], ())
@@ -305,6 +305,7 @@ def test_arguments_are_freed_after_their_last_use() -> None:
 
     parts = split(part)
     call = ArtifactCall(parts, layout, artifact, StoredProgram(b"", None, []), Program(parts.views, "v", CPU).run)
+    assert not call.takes([tensors[0].T.contiguous().T], ())
     assert call.takes(tensors, ())
     call.run(tensors, ())
 
@@ -373,13 +374,15 @@ def test_a_function_that_reads_elements_is_not_traced() -> None:
         program_compiler.trace(mode, lambda b, x: [x.unique()], [symbols["b"], x])
 
 
-def test_random_operators_are_found_in_generated_code() -> None:
-    source = """
-        buf3 = torch.ops.aten.native_dropout.default(buf2, 0.1, True)
-        buf5 = torch.ops.aten.sum.default(buf4)
-        buf9 = torch.ops.onnxtrain.attention.default(buf6, buf7, buf8, None, False, None, 0.1)
-    """
-    assert program_compiler._random_buffers(source) == [3, 9]
+def test_random_operators_of_generated_code_must_be_in_order() -> None:
+    lines = [
+        "buf3 = torch.ops.aten.native_dropout.default(buf2, 0.1, True)",
+        "buf1 = torch.ops.aten.sum.default(buf0)",
+        "buf9 = torch.ops.onnxtrain.attention.default(buf6, buf7, buf8, None, False, None, 0.1)",
+    ]
+    assert program_compiler.samples_in_order("\n".join(lines), 2)
+    assert not program_compiler.samples_in_order("\n".join(lines), 3)
+    assert not program_compiler.samples_in_order("\n".join(reversed(lines)), 2)
 
 
 def test_guards_are_conditions_on_the_symbolic_sizes() -> None:

@@ -67,6 +67,9 @@ def test_a_model_of_the_zoo_trains_by_inductor(name: str, monkeypatch: pytest.Mo
     assert len(used) == 2
     for sizes in (*entry.sizes, (5, 6), (2, 7)):
         compare.train(*sizes)
+    for program in used:
+        assert program.call is not None
+        assert sum(strides is not None for strides in program.call._strides.values()) >= 3  # sizes, none compiled again
 
 
 def test_a_second_process_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

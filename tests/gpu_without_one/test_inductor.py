@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from onnxtrain.torch_compat import program_compiler
 from tests.gpu_without_one.fake_gpu import needs_cuda_build
 from tests.gpu_without_one.inductor_code import Code, cubin, inductor_step
 from tests.gpu_without_one.models import MODELS
@@ -17,11 +18,11 @@ CAPABILITIES = [80, 90, 100]  # sm_80, sm_90a and sm_100a
 MOST = {"bert": 43, "gpt2": 36, "llama": 44}  # launches of a layer, forward and backward, without dropout
 
 
-def step(name: str, layers: int, folder: Path) -> tuple[Code, Code]:
+def step(name: str, layers: int, folder: Path, dropout: float = 0.0) -> tuple[Code, Code]:
     make, inputs = MODELS[name]
     (folder / str(layers)).mkdir()
     return inductor_step(
-        lambda: make(layers, 0.0).to(torch.bfloat16), inputs, folder / str(layers), skip_padding="never"
+        lambda: make(layers, dropout).to(torch.bfloat16), inputs, folder / str(layers), skip_padding="never"
     )
 
 
@@ -30,6 +31,11 @@ def test_a_layer_launches_few_kernels(name: str, tmp_path: Path) -> None:
     one, two = (step(name, layers, tmp_path) for layers in (1, 2))
     launches = [[program.launches for program in programs] for programs in (one, two)]
     assert sum(launches[1]) - sum(launches[0]) <= MOST[name]
+
+
+def test_dropout_samples_in_order(tmp_path: Path) -> None:
+    forward, _ = step("bert", 1, tmp_path, dropout=0.1)
+    assert program_compiler.samples_in_order(forward.source, 4)
 
 
 @pytest.mark.parametrize("name", MOST)
