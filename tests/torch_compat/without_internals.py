@@ -129,11 +129,12 @@ PRELOADED = ("torch.export._trace", "torch._dynamo", "torch._decomp", "torch._re
 
 @dataclass(frozen=True)
 class Outcome:
-    """The number of captures of a model, the warnings that it runs in PyTorch, and the error if it is wrong."""
+    """The captures of a model, the most that are right, the fallback warnings, and the error if it is wrong."""
 
     without: str
     model: str
     captures: int = 0
+    most_captures: int = 0
     fallbacks: tuple[str, ...] = ()
     error: str = ""
 
@@ -172,6 +173,7 @@ def train(without: str, name: str) -> Outcome:
     """Compare a model's gradients at all its sizes with eager's, and its parameters after two steps."""
     entry = MODELS[name]
     try:
+        from tests.torch_version import most_captures
         from tests.zoo.checks import Comparison, count_captures, fallbacks
         from tests.zoo.test_zoo import MOMENTUM
 
@@ -181,7 +183,9 @@ def train(without: str, name: str) -> Outcome:
             for sizes in entry.sizes:
                 compare.train(*sizes)
             compare.train_steps(MOMENTUM)
-        return Outcome(without, name, count_captures(compare.got.run), tuple(fallbacks(caught)))
+        captures = count_captures(compare.got.run)
+        most = most_captures(compare.got.run) if captures else 0
+        return Outcome(without, name, captures, most, tuple(fallbacks(caught)))
     except Exception:  # noqa: BLE001  each error is an outcome
         return Outcome(without, name, error=traceback.format_exc())
 
