@@ -80,7 +80,7 @@ class StagedRun:
 
     def __init__(self, program: StagedProgram, arguments: Iterable[torch.Tensor], sizes: Sequence[int]) -> None:
         self._program = program
-        self._stage = 0
+        self.stage = 0  # the next one
         read = set[ir.Value]().union(*program.last_reads)
         self._tensors = {v: t for v, t in zip(program.part.inputs, arguments, strict=True) if v in read}
         self._sizes = dict(zip(program.part.sizes_in, sizes, strict=True))
@@ -94,8 +94,8 @@ class StagedRun:
         Raises:
             KernelError: a tensor that this stage reads was changed since backward began.
         """
-        program, last_reads = self._program.programs[self._stage], self._program.last_reads[self._stage]
-        self._stage += 1
+        program, last_reads = self._program.programs[self.stage], self._program.last_reads[self.stage]
+        self.stage += 1
         part, tensors = program.part, self._tensors
         for value in last_reads:
             if value in self._versions and version_of(tensors[value]) != self._versions[value]:

@@ -16,6 +16,7 @@ from onnxtrain.execute.cpp_program import program as cpp_program
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
 from onnxtrain.execute.independent_backwards import IndependentBoundary
 from onnxtrain.execute.inductor_program import program as inductor_program
+from onnxtrain.execute.input_gradients_first import InputsFirstBoundary
 from onnxtrain.execute.kernel_annotations import may_compile_in_background
 from onnxtrain.execute.kernel_choice.tuned_program import make_program
 from onnxtrain.execute.program import FusedCalls, Program
@@ -25,7 +26,14 @@ from onnxtrain.execute.reused_memory import reuse_memory
 from onnxtrain.log import LOG
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.options import Options
-from onnxtrain.plan.backward_stages import Groups, group_gradients, is_object, split_backward, why_not_staged
+from onnxtrain.plan.backward_stages import (
+    Groups,
+    group_gradients,
+    group_inputs,
+    is_object,
+    split_backward,
+    why_not_staged,
+)
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Cut, Part, cut, single_part
 from onnxtrain.plan.differentiation import Differentiation
@@ -105,7 +113,8 @@ class UnitBuilder:
         check_backward_reads(joint, mutated)
         parts = cut(joint)
         forward = self.program(parts.forward, "forward")
-        groups = self._groups(parts, choice.early or wants_stages(self.options.early_gradients, joint, parts))
+        early = choice.early or self._inputs_are_first or wants_stages(self.options.early_gradients, joint, parts)
+        groups = self._groups(parts, early)
         differentiable = tuple(c is not None for c in joint.cotangents[:results])
         unreached = [
             i
@@ -113,7 +122,11 @@ class UnitBuilder:
             if source.kind == "input" and wrt[i] and gradient is None
         ]
         backward = BackwardPrograms(self, joint, parts, differentiable, choice, groups)
-        boundary = StagedBoundary(groups, len(wrt)) if groups else self._independent_boundary(joint, parts)
+        boundary: StagedBoundary | InputsFirstBoundary | IndependentBoundary | None
+        if groups:
+            boundary = (InputsFirstBoundary if self._inputs_are_first else StagedBoundary)(groups, len(wrt))
+        else:
+            boundary = self._independent_boundary(joint, parts)
         return self._unit(forward, differentiable, backward, parts, boundary, unreached)
 
     def _independent_boundary(self, joint: Joint, parts: Cut) -> IndependentBoundary | None:
@@ -141,8 +154,14 @@ class UnitBuilder:
         if reason := why_not_staged(parts, self.views):
             LOG.info("%s: its gradients are released at the end of backward: %s", self._name, reason)
             return ()
+        if self._inputs_are_first:
+            return group_inputs(parts, (i for i, source in enumerate(self.captured.sources) if source.kind == "input"))
         groups = group_gradients(parts)
         return groups if len(groups) > 1 else ()
+
+    @property
+    def _inputs_are_first(self) -> bool:
+        return self.options.early_gradients == "inputs"
 
     def _fused(self, title: str, part: Part, fused_calls: FusedCalls) -> Program:
         return self._program(part, f"{title}, fused", fused_calls=fused_calls)
@@ -168,7 +187,7 @@ class UnitBuilder:
         differentiable: Flags,
         backward: BackwardPrograms | None = None,
         parts: Cut | None = None,
-        boundary: StagedBoundary | IndependentBoundary | None = None,
+        boundary: StagedBoundary | InputsFirstBoundary | IndependentBoundary | None = None,
         unreached: Sequence[int] = (),
     ) -> Unit:
         forward = self.differentiation.forward
@@ -239,7 +258,8 @@ class BackwardPrograms:
     def _program(self, parts: Cut) -> BackwardProgram:
         if not self._groups:
             return self._builder.program(parts.backward, "backward")
-        return StagedProgram(parts.backward, split_backward(parts, self._groups), self._groups, self._builder.program)
+        stages = split_backward(parts, self._groups, self._builder._inputs_are_first)
+        return StagedProgram(parts.backward, stages, self._groups, self._builder.program)
 
     def _backward(self, parts: Cut, has_cotangent: Flags, zeros: Sequence[int] = ()) -> Backward:
         self.parts = parts

@@ -161,8 +161,9 @@ def _read_bool(value: object) -> bool:
     return _TRUTH[word]
 
 
-def _read_bool_or_auto(value: object) -> bool | str:
-    return "auto" if str(value).strip().lower() == "auto" else _read_bool(value)
+def _read_early_gradients(value: object) -> bool | str:
+    text = str(value).strip().lower()
+    return text if text in ("auto", "inputs") else _read_bool(value)
 
 
 def _read_text(value: object) -> str:
@@ -306,7 +307,7 @@ def optional(kind: Kind[T]) -> Kind[T | None]:
 
 
 BOOL = Kind("true, 1, yes, on, false, 0, no or off", _read_bool)
-BOOL_OR_AUTO: Kind[bool | str] = Kind(f"{BOOL.allowed}; or auto", _read_bool_or_auto)
+EARLY_GRADIENTS: Kind[bool | str] = Kind(f"{BOOL.allowed}; or auto, or inputs", _read_early_gradients)
 TEXT = Kind("text", _read_text)
 NAMES: Kind[tuple[str, ...]] = Kind("names, as a list or comma-separated", _read_names, ",".join)
 PATH = Kind("a path", _read_path)

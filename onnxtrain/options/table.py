@@ -13,8 +13,8 @@ from onnxtrain.options import json_file, without_effect
 from onnxtrain.options.former import FORMER, FormerOption, Values, warn_former
 from onnxtrain.options.kinds import (
     BOOL,
-    BOOL_OR_AUTO,
     BUDGET,
+    EARLY_GRADIENTS,
     FALLBACK_POLICY,
     LOG_LEVEL,
     NAMES,
@@ -140,10 +140,11 @@ class Options:
     )
     early_gradients: bool | str = _knob(
         "auto",
-        BOOL_OR_AUTO,
+        EARLY_GRADIENTS,
         "whether to accumulate each layer's gradients into .grad and free them during backward instead of at its end. "
         "Hooks then fire layer by layer, as in eager. 'auto' does so if several processes train the model when it is "
-        "compiled, to exchange gradients during backward",
+        "compiled, to exchange gradients during backward. 'inputs' computes the gradients of the call's tensors "
+        "before those of parameters, and apart from them, as zero-bubble pipelines do",
         "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
     )
     skip_padding: str = _knob(

@@ -44,6 +44,34 @@ def group_gradients(parts: Cut) -> Groups:
     return (*groups, tuple(group)) if group else ()
 
 
+def group_inputs(parts: Cut, inputs: Iterable[int]) -> Groups:
+    """Group the gradients of these inputs, and then those of the others; () if the former cannot be released before.
+
+    That is so if a node that computes only the latter reads their memory.
+    """
+    wanted = set(inputs)
+    present = [index for index, gradient in enumerate(parts.backward.outputs) if gradient is not None]
+    first = tuple(index for index in present if index in wanted)
+    second = tuple(index for index in present if index not in wanted)
+    if not first or not second:
+        return ()
+    ordered, end = inputs_first(parts, first)
+    aliases = AliasSets((*ordered.forward.nodes, *ordered.backward.nodes), definition_of)
+    released = {aliases.root(v) for index in first if (v := ordered.backward.outputs[index]) is not None}
+    used = (v for node in ordered.backward.nodes[end:] for v in (*node.inputs, *node.outputs) if v is not None)
+    return () if any(aliases.root(value) in released for value in used) else (first, second)
+
+
+def inputs_first(parts: Cut, inputs: Iterable[int]) -> tuple[Cut, int]:
+    """Return the cut with the nodes that compute the gradients of these inputs first, and the number of them."""
+    part = parts.backward
+    goals = [gradient for index in inputs if (gradient := part.outputs[index]) is not None]
+    first, _ = nodes_computing(part.nodes, goals, part.host, part.nodes, Effects.PYTHON)
+    chosen = set(first)
+    nodes = (*first, *(node for node in part.nodes if node not in chosen))
+    return replace(parts, backward=replace(part, nodes=nodes)), len(first)
+
+
 def is_object(value: ir.Value) -> bool:
     """Return whether a value of a running program is a Python object rather than a tensor."""
     producer = value.producer()
@@ -68,19 +96,23 @@ def stage_ends(parts: Cut, groups: Groups) -> list[int]:
     return [*ends[1:], len(parts.backward.nodes)]
 
 
-def split_backward(parts: Cut, groups: Groups) -> tuple[Part, ...]:
+def split_backward(parts: Cut, groups: Groups, inputs_are_first: bool = False) -> tuple[Part, ...]:
     """Split the backward part into one part per group, whose outputs are its gradients and the values later parts read.
 
     Args:
         parts: the cut that the groups were made for, or one for fewer cotangents or gradients.
         groups: see `group_gradients`; each gradient is in exactly one.
+        inputs_are_first: whether they are those of `group_inputs`.
     """
+    if inputs_are_first:
+        parts, end = inputs_first(parts, groups[0])
+        ends = [end, len(parts.backward.nodes)]
+    else:
+        ends = stage_ends(parts, groups)
     part = parts.backward
     stages: list[Part] = []
     later: dict[ir.Value, None] = {}  # the values that later stages read
-    for group, (start, end) in reversed(
-        list(zip(groups, itertools.pairwise([0, *stage_ends(parts, groups)]), strict=True))
-    ):
+    for group, (start, end) in reversed(list(zip(groups, itertools.pairwise([0, *ends]), strict=True))):
         own = part.nodes[start:end]
         gradients = tuple(part.outputs[index] for index in group)
         carried = [v for node in own for v in node.outputs if v in later]
