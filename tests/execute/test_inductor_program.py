@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 from onnxtrain.errors import GraphError
 from onnxtrain.execute.inductor_program import program as by_inductor
 from onnxtrain.execute.inductor_program.call import ArtifactCall
+from onnxtrain.execute.inductor_program.call import load as load_artifact
 from onnxtrain.execute.inductor_program.program import InductorProgram
 from onnxtrain.execute.inductor_program.request import ArgumentSpec, Layout, ProgramRequest
 from onnxtrain.execute.inductor_program.split import split
@@ -103,6 +106,29 @@ def test_a_stored_program_holds_its_constants(tmp_path: Path) -> None:
     assert (artifact, guards) == (b"\n artifact", "L['t0'] == 2")
     assert torch.equal(constants[0], torch.arange(3))
     assert constants[1].item() == 0.5
+
+
+def test_artifacts_are_loaded_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "library.so"
+    StoredProgram(b"artifact", None, []).write(path)
+    append_digest(path)
+    loading: list[Path] = []
+    most: list[int] = []
+
+    def load(file: Path) -> Any:
+        loading.append(file)
+        most.append(len(loading))
+        time.sleep(0.02)
+        loading.remove(file)
+        return len
+
+    monkeypatch.setattr(program_compiler, "load", load)
+    threads = [threading.Thread(target=load_artifact, args=(path,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]
 
 
 # The successive programs of a training

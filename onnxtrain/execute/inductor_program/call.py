@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from onnxtrain.system.cache_folder import scratch_folder
 from onnxtrain.torch_compat import program_compiler
 
 _MOST_SIZES = 1024  # sets of sizes whose strides are remembered
+_load_lock = threading.Lock()  # PyTorch changes settings of the process while it loads an artifact
 Artifact = Callable[[list[Any]], Sequence[torch.Tensor]]
 
 
@@ -29,7 +31,7 @@ def load(path: Path) -> tuple[Artifact, StoredProgram]:
     """
     try:
         stored = StoredProgram.read(path)
-        with scratch_folder(path) as scratch:
+        with _load_lock, scratch_folder(path) as scratch:
             file = scratch / "artifact.bin"
             file.write_bytes(stored.artifact)
             return program_compiler.load(file), stored
