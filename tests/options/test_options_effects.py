@@ -11,7 +11,8 @@ from onnxtrain import ORTModule
 @pytest.fixture
 def cudnn_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """Permit to set flags of cuDNN, which PyTorch's test tools forbid once another test imports them."""
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    its_globals = torch.backends.flags_frozen.__globals__  # torch.backends is a wrapper: its attributes are others
+    monkeypatch.setitem(its_globals, "__allow_nonbracketed_mutation_flag", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
 
 
