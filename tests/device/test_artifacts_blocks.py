@@ -28,10 +28,11 @@ from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import MICROSOFT
 from onnxtrain.ops import OPS
 from tests.device.generated import artifacts, usual_artifacts
-from tests.device.models import NAMES, batches, make
+from tests.device.models import MODELS, batches, make
 from tests.device.stock import Stock, clipped, session
 from tests.device.test_artifacts_imports import by_hand, node, weight
 from tests.reference import assert_matches, with_gradients
+from tests.thinned import slow_except
 
 
 def two_headed() -> onnx.ModelProto:
@@ -364,7 +365,7 @@ def test_other_invalid_updates_are_refused() -> None:
         verify_updates(model, {"c": "p"})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(MODELS, next(iter(MODELS))))
 def test_outputs_bound_in_place_equal_outputs_in_separate_memory(name: str, tmp_path: Path) -> None:
     """All of training graph and optimizer graph: the proof holds on onnxruntime, with its optimizations on."""
     data = batches(name, 3)
@@ -398,7 +399,7 @@ def _run(run: ort.InferenceSession, feeds: dict[str, np.ndarray], updates: dict[
 # The form for stock onnxruntime
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(MODELS, next(iter(MODELS))))
 def test_portable_graphs_have_portable_ops_only(name: str, tmp_path: Path) -> None:
     if name == "mlp":
         clips = onnxblock.optim.AdamW(clip_grad=onnxblock.optim.ClipGradNorm(1.0))

@@ -31,6 +31,7 @@ from tests.device.stock import Stock
 from tests.device.test_artifacts_imports import by_hand, node
 from tests.processor import integer_products_saturate
 from tests.reference import assert_matches, assert_matches_float64
+from tests.thinned import slow_except
 
 TRAINED = 1400  # digits to train with; the others are the test
 
@@ -165,7 +166,7 @@ def initializers(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 
-@pytest.mark.parametrize("learn_scales", [False, True])
+@pytest.mark.parametrize("learn_scales", slow_except([False, True], True))
 def test_training_restores_accuracy(trained: Path, tmp_path: Path, learn_scales: bool) -> None:
     """From 43 % with weights of 4 bits and one scale for all channels to 95 % and 96 %, where float32 has 97 %.
 
@@ -310,9 +311,9 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-# Both ways for the first, and one for each of the others.
+# Both ways for the first; the others under --slow.
 INTEGERS = [
-    pytest.param(*option, learn_scales, marks=[] if number == 0 or number % 2 == learn_scales else [pytest.mark.slow])
+    pytest.param(*option, learn_scales, marks=[pytest.mark.slow] if number else [])
     for number, option in enumerate(OPTIONS)
     for learn_scales in (False, True)
 ]

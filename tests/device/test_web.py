@@ -29,6 +29,7 @@ from examples.web.__main__ import Handler, assemble
 from examples.web.artifacts import TRAINING_DIGITS, Network, digits, make
 from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.device import checkpoint
+from tests.thinned import slow_except
 
 WEB = Path(__file__).parents[2] / "examples" / "web"
 NODE_MODULES = WEB / "node_modules"
@@ -104,7 +105,7 @@ def continued(folder: Path, state: CheckpointState, after: int) -> list[float]:
 
 
 @needs("onnxruntime-node", "onnxruntime-web")
-@pytest.mark.parametrize("runtime", ["node", "web"])
+@pytest.mark.parametrize("runtime", slow_except(["node", "web"], "node"))
 def test_node_trains_as_python_does(runtime: str, artifacts: Path, tmp_path: Path) -> None:
     arguments = ("--runtime", runtime, "--out", tmp_path / "model.onnx", "--checkpoint", tmp_path / "checkpoint")
     result = node("train.js", artifacts, "--steps", 50, *arguments)

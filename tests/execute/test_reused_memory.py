@@ -312,6 +312,7 @@ def test_a_profiler_sees_the_tensors() -> None:
     assert (sizes["aten::empty"], sizes["[memory]"]) == (4 * MB, -4 * MB)
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_tensors_alive() -> None:
     source = (
         "import torch\n"

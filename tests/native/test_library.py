@@ -315,6 +315,7 @@ def test_a_cached_library_waits_for_no_compiler() -> None:
     check(other)
 
 
+@pytest.mark.slow
 def test_the_compiler_is_of_low_priority_and_ends_with_the_program(cache: Path, tmp_path: Path) -> None:
     """A request returns immediately; a program that ends before the build leaves no process behind and starts none."""
     slow, notes = tmp_path / "slow-c++", tmp_path / "notes"

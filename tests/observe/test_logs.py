@@ -224,6 +224,7 @@ def test_handlers_of_the_program_take_precedence(
     assert capsys.readouterr() == ("a message\n", "")
 
 
+@pytest.mark.slow
 def test_a_debugger_in_forward_can_use_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

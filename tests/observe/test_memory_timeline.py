@@ -175,6 +175,7 @@ def test_a_model_without_parameters(model: Path, capsys: pytest.CaptureFixture[s
     assert "no trainable parameters" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium: apt-get install chromium")
 def test_the_page_is_drawn_by_a_browser(tmp_path: Path) -> None:
     from onnxtrain.observe.memory_page import Chart, render

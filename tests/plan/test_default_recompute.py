@@ -19,6 +19,7 @@ from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.recompute import RECOMPUTED, recomputable_nodes
 from tests.plan import measured
 from tests.plan.measured import Batch, peak_of, step
+from tests.thinned import slow_except
 
 
 def llama() -> nn.Module:
@@ -37,7 +38,7 @@ TRANSFORMERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batc
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", slow_except(TRANSFORMERS, "gpt2", "minilm"))
 def test_a_transformer_holds_three_quarters_of_eagers_peak(name: str) -> None:
     """Drawn as in eager PyTorch, so that masks are kept; gradients are there before."""
     make, batches = TRANSFORMERS[name]

@@ -16,6 +16,7 @@ from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.lifetimes import Allocation, Kind, Timeline
 from onnxtrain.plan.storage import Storages, bind_symbols
 from tests.plan.measured import Batch, ConvNet, made, peak_of, step
+from tests.thinned import slow_except
 
 SIZES = ((8, 16), (3, 33), (16, 24))
 
@@ -49,7 +50,7 @@ class Features(torch.nn.Module):
         return {"loss": found.flatten(1).softmax(1).square().sum() + 0 * labels.sum(), "found": found}
 
 
-@pytest.mark.parametrize("name", ["minilm", "gpt2", "t5", "cnn"])
+@pytest.mark.parametrize("name", slow_except(["minilm", "gpt2", "t5", "cnn"], "gpt2", "cnn"))
 def test_the_peak_is_predicted(name: str) -> None:
     assert_predicted(*made(name))
 

@@ -17,6 +17,7 @@ from onnxtrain import ORTModule
 from onnxtrain.errors import MemoryBudgetError, OptionError
 from tests.plan.measured import made, peak_of, step
 from tests.reference import assert_matches
+from tests.thinned import slow_except
 from tests.zoo.checks import Side, leaves
 from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
@@ -93,7 +94,7 @@ def stack_with(**options: Any) -> tuple[Stack, ORTModule]:
 BATCH = {"x": torch.randn(1024, 16, generator=torch.Generator().manual_seed(0))}
 
 
-@pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
+@pytest.mark.parametrize("share", slow_except([0.8, 0.6, 0.5], 0.5))
 def test_a_share_is_met_and_changes_no_bit(share: float) -> None:
     module, plain = stack_with()
     expected = gradients(plain, module, BATCH)
@@ -363,7 +364,7 @@ def assert_zoo_equal(entry: ZooModel, share: float) -> None:
                 assert torch.equal(value.nan_to_num(), other.nan_to_num()), f"{entry} output{path}"
 
 
-@pytest.mark.parametrize("name", ["mlp", "distilbert", "lstm", "transformer-encoder"])
+@pytest.mark.parametrize("name", slow_except(["mlp", "distilbert", "lstm", "transformer-encoder"], "mlp", "lstm"))
 def test_a_model_of_the_zoo(name: str) -> None:
     assert_zoo_equal(next(m for m in ZOO if m.name == name), 0.7)
 

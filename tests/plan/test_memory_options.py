@@ -18,6 +18,7 @@ from onnxtrain import ORTModule
 from onnxtrain.errors import OptionError
 from onnxtrain.observe.allocations import peak_bytes, record
 from onnxtrain.options import Options, SubgraphConfig
+from tests.thinned import slow_except
 
 WIDTH = 48  # a product is no cheap node
 
@@ -143,7 +144,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Chain, Wide, Network])
-@pytest.mark.parametrize("level", ["layers", "all"])
+@pytest.mark.parametrize("level", slow_except(["layers", "all"], "layers"))
 def test_a_level_never_raises_the_peak_over_the_defaults(make: type[nn.Module], level: str) -> None:
     torch.manual_seed(0)
     module = make()

@@ -16,6 +16,7 @@ def environment(name: str) -> matrix.Environment:
     return found
 
 
+@pytest.mark.slow
 def test_one_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert matrix.main(["--only", "folder-a-b", PASSES]) == 0
     assert "1/1 folder-a-b: passed" in capsys.readouterr().out

@@ -16,31 +16,17 @@ from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
 
 EVERYWHERE = ("mlp", "resnet", "lstm", "bert-classifier", "gpt2")
-# They train in float32 in each run; all else that is asked of them shows as well in a model of the same architecture.
-SHOWN_BY = {
-    "bert-masked-lm": "bert-classifier",
-    "roberta": "bert-classifier",
-    "distilbert": "bert-classifier",
-    "qwen2": "llama",
-    "mistral": "llama",
-    "bart": "t5",
-}
+# In each run all train in float32. What else is asked of them shows in a few: the others have the same layers.
+IN_EVAL_MODE = ("resnet", "bert-classifier", "t5", "lstm")
+UNDER_AUTOCAST = ("mlp", "resnet", "bert-classifier", "llama", "vit")
 
 
-# The architectures: a modifier of another model (a checkpoint, a hook, tied weights) shows in one dtype and mode.
-ARCHITECTURES = ("bert-classifier", "gpt2", "llama", "t5", "vit", "mlp", "resnet", "transformer-encoder", "lstm")
-
-# Their casts are those of the operators of BERT and GPT-2, and of the LSTM; they are a third of this test's time.
-LONG_UNDER_AUTOCAST = ("t5", "transformer-encoder", "gru")
-MODIFIED = {entry.name for entry in ZOO} - set(ARCHITECTURES)
-
-
-def each_model(*, everywhere: bool = False, slow: Collection[str] = ()) -> list[Any]:
-    """The zoo: `everywhere` marks some models for all environments."""
+def each_model(*, everywhere: bool = False, fast: Collection[str] | None = None) -> list[Any]:
+    """The zoo: `everywhere` marks some models for all environments; if given, those that are not `fast` are slow."""
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
         found = [pytest.mark.everywhere] if everywhere and name in EVERYWHERE else []
-        return [*found, pytest.mark.slow] if name in slow else found
+        return [*found, pytest.mark.slow] if fast is not None and name not in fast else found
 
     return [pytest.param(m, id=str(m), marks=marks(m.name)) for m in ZOO]
 
@@ -56,7 +42,7 @@ def test_training_equals_eager(entry: ZooModel) -> None:
     check_training(entry, torch.float32)
 
 
-@pytest.mark.parametrize("entry", each_model(everywhere=True, slow=MODIFIED))
+@pytest.mark.parametrize("entry", each_model(everywhere=True, fast=EVERYWHERE))
 def test_training_in_float64_equals_eager(entry: ZooModel) -> None:
     check_training(entry, torch.float64)
 
@@ -76,7 +62,7 @@ def check_training(entry: ZooModel, dtype: torch.dtype) -> None:
         compare.train_steps(MOMENTUM)
 
 
-@pytest.mark.parametrize("entry", each_model(everywhere=True, slow={*SHOWN_BY, *LONG_UNDER_AUTOCAST}))
+@pytest.mark.parametrize("entry", each_model(everywhere=True, fast=UNDER_AUTOCAST))
 def test_training_under_autocast_equals_eager_under_autocast(entry: ZooModel) -> None:
     if entry.name == "lstm":
         skip_without_narrow_lstms()
@@ -90,7 +76,7 @@ def test_training_under_autocast_equals_eager_under_autocast(entry: ZooModel) ->
         compare.train_steps(MOMENTUM)
 
 
-@pytest.mark.parametrize("entry", each_model(slow=SHOWN_BY))
+@pytest.mark.parametrize("entry", each_model(fast=IN_EVAL_MODE))
 def test_eval_equals_eager(entry: ZooModel) -> None:
     with compared(entry, torch.float32) as compare, torch.no_grad():
         compare.change(torch.nn.Module.eval)
@@ -98,7 +84,7 @@ def test_eval_equals_eager(entry: ZooModel) -> None:
             compare.forward(*sizes)
 
 
-@pytest.mark.parametrize("entry", each_model(slow=MODIFIED))
+@pytest.mark.parametrize("entry", each_model(fast=IN_EVAL_MODE))
 def test_gradients_in_eval_mode_equal_eagers(entry: ZooModel) -> None:
     if device().type == "cuda" and entry.name in ("lstm", "gru"):
         pytest.skip("cuDNN has no gradient of recurrent layers in eval mode")

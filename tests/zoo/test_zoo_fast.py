@@ -13,7 +13,7 @@ from tests.zoo.checks import Comparison, compare_named
 from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
 
-OFTEN = {"bert-classifier", "gpt2", "vit"}  # the others under --slow
+OFTEN = {"gpt2"}  # the others under --slow
 MODELS = [
     pytest.param(entry, id=str(entry), marks=[] if entry.name in OFTEN else [pytest.mark.slow])
     for entry in ZOO

@@ -21,6 +21,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.torch_compat.patch_points import CALL_MODULE
 from tests.reference import assert_matches
+from tests.thinned import slow_except
 
 WIDTH = 8
 
@@ -709,9 +710,7 @@ def test_an_attribute_of_a_copied_block_changes(copies: list[int]) -> None:
     assert engine_of(ours).captures == 2
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("gpt2", "t5") else pytest.param(n, marks=pytest.mark.slow) for n in LANGUAGE_MODELS]
-)
+@pytest.mark.parametrize("name", slow_except(LANGUAGE_MODELS, "gpt2"))
 def test_copies_in_language_models(name: str, copies: list[int], all_traced: Callable[[], None]) -> None:
     make, count = LANGUAGE_MODELS[name]
     with_copies = run(make, tokens(3, 4))

@@ -21,6 +21,7 @@ from onnxtrain.capture import source_location
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.tracing_shortcuts import _solve_equations, tracing_shortcuts
 from onnxtrain.torch_compat.decompositions import all_composites
+from tests.thinned import slow_except
 
 
 class Sizes(nn.Module):
@@ -89,7 +90,7 @@ def strides(tensor: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("functional", slow_except([False, True], False))
 def test_the_program_matches_pytorchs(name: str, functional: bool) -> None:
     expected = export(name)
     with capturing(), tracing_shortcuts():

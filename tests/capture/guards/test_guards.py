@@ -191,8 +191,8 @@ def test_layers_that_check_sizes_raise_as_in_eager() -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        [(2, 5), (1, 5), (3, 1), (1, 1)],
-        pytest.param([(1, 5), (2, 7), (1, 1)], marks=pytest.mark.slow),  # weaker than one that starts with (1, 1)
+        pytest.param([(2, 5), (1, 5), (3, 1), (1, 1)], marks=pytest.mark.slow),  # as the next: weaker than the last
+        pytest.param([(1, 5), (2, 7), (1, 1)], marks=pytest.mark.slow),
         [(1, 1), (2, 7)],
     ],
     ids=str,
