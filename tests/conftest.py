@@ -27,13 +27,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--machine", choices=MACHINES, help="choose kernels as on a machine that tests/machines.py describes"
     )
-    parser.addoption("--device", default="cpu", help="compare ops and the models of the zoo on a device, such as cuda")
+    parser.addoption("--device", default="cpu", help="compare ops and the models of the zoo on cpu or cuda")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if sys.version_info[:3] == (3, 13, 0):
         drop_warnings_of_slow_guards()
-    set_device(config.getoption("--device"))
+    if (name := config.getoption("--device")) not in ("cpu", "cuda"):
+        raise pytest.UsageError(f"--device: expected cpu or cuda, got {name}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            "--device cuda: PyTorch finds no CUDA device; leave the option out to compare on the CPU"
+        )
+    set_device(name)
     library._DELAY_S = 0.0  # build the native library at once instead of after the first step
     if WORKERS > 1:
         # One thread per worker: several thread pools on the same cores slow each other down.

@@ -116,11 +116,11 @@ class StagedRun:
         return list(gradients)
 
 
-class StagedBoundary:
-    """Runs units of one capture so that autograd runs their backward in stages.
+class GroupedBoundary:
+    """Runs units of one capture so that autograd sees groups of their inputs apart.
 
     Args:
-        groups: the inputs whose gradients each stage returns, in the order of backward; two or more.
+        groups: the inputs whose gradients each stage of backward returns, in the order of backward; two or more.
         num_inputs: how many inputs the units have.
 
     Attributes:
@@ -131,6 +131,10 @@ class StagedBoundary:
         members = {index for group in groups for index in group}
         self.groups = groups
         self.needs_grad = (False, *(index in members for index in range(num_inputs)))
+
+
+class StagedBoundary(GroupedBoundary):
+    """Runs the backward of units in stages."""
 
     def __call__(self, unit: Unit, *tensors: torch.Tensor) -> Sequence[Any]:
         call = _Call(self, unit, tensors)

@@ -25,28 +25,14 @@ from onnxtrain.execute.boundary import (
     prepare_backward,
     run_and_save,
 )
-from onnxtrain.execute.early_gradients import StagedProgram, StagedRun
-from onnxtrain.plan.backward_stages import Groups
+from onnxtrain.execute.early_gradients import GroupedBoundary, StagedProgram, StagedRun
 from onnxtrain.torch_compat import autograd
 from onnxtrain.torch_compat.dynamo import untraced
 from onnxtrain.torch_compat.tensors import version_of
 
 
-class InputsFirstBoundary:
-    """Runs units of one capture so that autograd sees their inputs and their parameters apart.
-
-    Args:
-        groups: the indices of the inputs, and of the parameters (`plan.backward_stages.group_inputs`).
-        num_inputs: how many inputs the units have.
-
-    Attributes:
-        needs_grad: the argument of `Unit.backward`: a flag for the unit, then one per input.
-    """
-
-    def __init__(self, groups: Groups, num_inputs: int) -> None:
-        members = {index for group in groups for index in group}
-        self.groups = groups
-        self.needs_grad = (False, *(index in members for index in range(num_inputs)))
+class InputsFirstBoundary(GroupedBoundary):
+    """Shows autograd the inputs of units apart from the parameters (`plan.backward_stages.group_inputs`)."""
 
     def __call__(self, unit: Unit, *tensors: torch.Tensor) -> Sequence[Any]:
         call = _Call(self, unit, tensors)

@@ -107,7 +107,7 @@ def _size_nodes(graph: ir.Graph) -> set[ir.Node]:
 
 
 def _is_convex(nodes: Sequence[ir.Node], members: Collection[ir.Node]) -> bool:
-    """Return whether no other node lies between two members: reads the result of one, and computes what another reads.
+    """Return whether no other node is between two members: reads the result of one, and computes what another reads.
 
     Args:
         nodes: the nodes from the first member to the last.

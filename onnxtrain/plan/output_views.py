@@ -30,7 +30,7 @@ def lone_views(model: ir.Model, results: int) -> list[int]:
 
 
 def _is_detached(value: ir.Value) -> bool:
-    """Return whether an op without gradient lies between the value and the input that it is a view of."""
+    """Return whether an op without gradient is between the value and the input that it is a view of."""
     node = value.producer()
     while node is not None:
         definition = definition_of(node)

@@ -22,6 +22,18 @@ STEPS = 3
 BATCH, MICROBATCHES = 8, 4
 
 
+def run_step(schedule: Any, step: int) -> list[torch.Tensor]:
+    """Run a step of a schedule; returns the losses of the microbatches on the last stage's rank."""
+    torch.manual_seed(step)
+    x = torch.randn(BATCH, WIDTH)
+    if dist.get_rank() == 0:
+        schedule.step(x)
+        return []
+    losses: list[torch.Tensor] = []
+    schedule.step(target=x, losses=losses)
+    return losses
+
+
 def train(schedule: Any, regional: bool | None) -> tuple[list[torch.Tensor], nn.Module]:
     """The losses, on the last stage, and this stage's gradients of each step."""
     rank = dist.get_rank()
@@ -33,14 +45,7 @@ def train(schedule: Any, regional: bool | None) -> tuple[list[torch.Tensor], nn.
     steps = schedule(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
     results: list[torch.Tensor] = []
     for step in range(STEPS):
-        torch.manual_seed(step)
-        x = torch.randn(BATCH, WIDTH)
-        if rank == 0:
-            steps.step(x)
-        else:
-            losses: list[torch.Tensor] = []
-            steps.step(target=x, losses=losses)
-            results += losses
+        results += run_step(steps, step)
         results += [p.grad for p in model.parameters() if p.grad is not None]
         model.zero_grad()
     return results, model
@@ -58,14 +63,7 @@ def train_without_bubbles(prepared: bool) -> list[torch.Tensor]:
     steps = ScheduleInterleavedZeroBubble(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
     results: list[torch.Tensor] = []
     for step in range(STEPS):
-        torch.manual_seed(step)
-        x = torch.randn(BATCH, WIDTH)
-        if rank == 0:
-            steps.step(x)
-        else:
-            losses: list[torch.Tensor] = []
-            steps.step(target=x, losses=losses)
-            results += losses
+        results += run_step(steps, step)
         for model in models:
             results += [p.grad for p in model.parameters() if p.grad is not None]
             model.zero_grad()

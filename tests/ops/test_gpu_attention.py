@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import onnx_ir as ir
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from onnxtrain import ORTModule
+from onnxtrain.execute.boundary import RandomState, backward_context
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder, definition_of
 from onnxtrain.ops.attention import gpu_kernels
@@ -20,7 +22,7 @@ from onnxtrain.ops.attention.flash_formula import formula, formula_backward
 from onnxtrain.ops.attention.kernel_arguments import ScoreOptions
 from onnxtrain.ops.registry import FROM_TORCH
 from onnxtrain.testing import assert_no_worse_than_eager
-from onnxtrain.torch_compat import aten_kernels
+from onnxtrain.torch_compat import aten_kernels, attention_switches
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
@@ -83,6 +85,37 @@ def test_the_formula_is_as_accurate_as_pytorchs(causal: bool, masked: bool) -> N
         ("y", "dq", "dk", "dv"), results, eager(torch.float32), eager(torch.float64), strict=True
     ):
         assert_no_worse_than_eager(name, got, theirs, exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2], ids=lambda backend: backend.name)
+def test_backward_of_a_dense_batch_has_no_offsets(backend: SDPBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch takes any defined tensor of offsets for a packed batch, and raises an error on a GPU."""
+    choose(monkeypatch, backend)
+    entry = aten_kernels.gpu_flash_grad if backend == SDPBackend.FLASH_ATTENTION else aten_kernels.gpu_cudnn_grad
+    kernel, calls = entry.get(), list[dict[str, Any]]()
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        names = [argument.name for argument in kernel._schema.arguments]
+        calls.append(dict(zip(names, arguments, strict=False)))
+        return kernel(*arguments, **options)
+
+    monkeypatch.setattr(entry, "get", lambda: recorded)
+    q = torch.empty(2, 4, 8, 16, device="meta", dtype=torch.bfloat16)
+    y, logsumexp, state = gpu_kernels.attention(q, q, q, ScoreOptions())
+    gpu_kernels.attention_backward(y, q, q, q, y, logsumexp, state, ScoreOptions())
+    assert [(call["cum_seq_q"], call["cum_seq_k"]) for call in calls] == [(None, None)]
+
+
+def test_backward_may_choose_what_forward_could() -> None:
+    unit = SimpleNamespace(device_type="cuda")
+    before = attention_switches.enabled_kernels()
+    with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
+        forward = attention_switches.enabled_kernels()
+    assert forward == (SDPBackend.MATH,)
+    state = RandomState(torch.empty(0), [(torch.device("cuda"), torch.empty(0))], forward)
+    with backward_context(cast("Any", unit), state):
+        assert attention_switches.enabled_kernels() == forward
+    assert attention_switches.enabled_kernels() == before
 
 
 @pytest.mark.parametrize("ratio", [0.25])
