@@ -93,14 +93,14 @@ def _fetch(folder: Path) -> None:
         (folder / part).mkdir(parents=True)
     (folder / "status").touch()
     (folder / "debian.sources").write_text(_SOURCE)
-    places = {
+    settings = {
         "Dir::Etc::SourceList": folder / "debian.sources",
         "Dir::Etc::SourceParts": "/dev/null",
         "Dir::State": folder,
         "Dir::State::Status": folder / "status",
         "Dir::Cache": folder / "cache",
     }
-    options = [part for name, place in places.items() for part in ("-o", f"{name}={place}")]
+    options = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
     _run(["apt-get", *options, "update"])
     _run(["apt-get", *options, "download", _PACKAGE], cwd=folder)
     (package,) = folder.glob("*.deb")

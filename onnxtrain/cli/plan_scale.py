@@ -39,17 +39,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="8x128: 8 replicas of 128 shards (HSDP); 1024: 1024 shards (default: all ranks)",
     )
     parser.add_argument(
-        "--link", type=_link, default="400Gb", metavar="RATE", help="what a rank sends in a second (default: 400Gb)"
+        "--link", type=_link, default="400Gb", metavar="RATE", help="the bandwidth of a rank's link (default: 400Gb)"
     )
     parser.add_argument(
         "--tflops",
         type=positive,
         default=400,
         metavar="N",
-        help="floating-point operations per second that a rank achieves, in 10¹² (default: 400)",
+        help="the throughput of a rank, in 10¹² floating-point operations per second (default: 400)",
     )
     parser.add_argument(
-        "--dtype", choices=_DTYPES, default="bfloat16", help="in which parameters are gathered (default: bfloat16)"
+        "--dtype", choices=_DTYPES, default="bfloat16", help="the dtype of gathered parameters (default: bfloat16)"
     )
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block in backward")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write the timeline to an HTML page")
@@ -119,10 +119,10 @@ def _table(title: str, *columns: str) -> Table:
 
 def _memory(plan: Plan) -> Table:
     peak = plan.timeline.peak
-    result = _table(f"peak of rank 0, {peak.doing}", "held", "bytes")
+    result = _table(f"peak of rank 0, {peak.doing}", "category", "bytes")
     for name, size in zip(BANDS, peak.bytes_by_band, strict=True):
         result.add_row(name, as_bytes(size))
-    result.add_row("in all", as_bytes(peak.total), style="bold")
+    result.add_row("total", as_bytes(peak.total), style="bold")
     return result
 
 
@@ -141,13 +141,13 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
         (f"{plan.step * 1e3:,.0f} ms", "a step"),
         (f"{plan.compute * 1e3:,.0f} ms", "computation"),
         (f"{plan.communication * 1e3:,.0f} ms", "communication"),
-        (f"{plan.exposed * 1e3:,.0f} ms", "of it not overlapped"),
-        (f"{hidden:.0%}", "of it overlapped"),
+        (f"{plan.exposed * 1e3:,.0f} ms", "exposed communication"),
+        (f"{hidden:.0%}", "of communication overlapped"),
     ]
 
 
 def _times(plan: Plan) -> Table:
-    result = _table("times by the rates of the machine", "", "time")
+    result = _table("estimated times", "", "time")
     for value, name in _figures(plan):
         result.add_row(name, value)
     return result

@@ -1,4 +1,4 @@
-"""Plan a training step under FSDP2 on any number of ranks: bytes, collectives, and what of them overlaps.
+"""Plan a training step under FSDP2 on any number of ranks: bytes, collectives, and their overlap with computation.
 
     module on meta ─fully_shard on a fake process group─▶ one step on fake tensors ─record─▶ events ─simulate─▶ Plan
 
@@ -45,7 +45,7 @@ class Sharding:
     Attributes:
         replicas: the number of groups that hold the same shards (HSDP); 1 for plain FSDP.
         shards: the number of ranks among which each parameter is divided.
-        dtype: in which parameters are gathered; None: their own. Gradients are reduced in their own dtype.
+        dtype: the dtype of gathered parameters; None: their own. Gradients are reduced in their own dtype.
         recompute: whether the blocks are checkpointed.
     """
 
@@ -57,11 +57,11 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks run on.
+    """The hardware of a rank.
 
     Attributes:
-        flops: floating-point operations per second that a rank achieves.
-        link: bytes per second that a rank sends.
+        flops: floating-point operations per second.
+        link: bytes sent per second.
         latency: seconds of each of the steps of a collective, of which a ring has one less than ranks.
     """
 
@@ -146,14 +146,14 @@ def record_fake_step(
         mesh = mesh_of(sharding)
         with FakeTensorMode(allow_non_fake_inputs=True), replaced(torch, "chunk", _equal_chunks):
             module.to_empty(device="cpu")
-            on_cpu = _mapped(inputs)
+            on_cpu = _on_cpu(inputs)
             return record_step(module, lambda: run(on_cpu), sharding, mesh)
 
 
 def _equal_chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:
     """Return what `torch.chunk` does, with one object for all chunks but the last.
 
-    FSDP2 chunks each parameter several times, of which rank 0 takes the first. To make a fake tensor for each of 128
+    FSDP2 chunks each parameter several times, and rank 0 takes the first chunk. Creating a fake tensor for each of 128
     chunks took most of the time of a plan.
     """
     size = tensor.shape[dim]
@@ -163,12 +163,12 @@ def _equal_chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch
     return [*[tensor.narrow(dim, 0, min(rows, size))] * (count - 1), last]
 
 
-def _mapped(value: Any) -> Any:
+def _on_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty_like(value, device="cpu")
     if isinstance(value, Mapping):
-        return {name: _mapped(part) for name, part in value.items()}
-    return type(value)(map(_mapped, value)) if isinstance(value, tuple | list) else value
+        return {name: _on_cpu(part) for name, part in value.items()}
+    return type(value)(map(_on_cpu, value)) if isinstance(value, tuple | list) else value
 
 
 @contextmanager

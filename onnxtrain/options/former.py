@@ -192,7 +192,7 @@ _ROWS = (
     _former(
         "tuning_results_path",
         optional(PATH),
-        "use cache_dir=, the folder of captures too",
+        "use cache_dir=, which also caches captures",
         _tuning_results,
         "ORTMODULE_TUNING_RESULTS_PATH",
     ),

@@ -42,7 +42,7 @@ VARIABLES: Mapping[str, WithoutEffect] = {
     "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": WithoutEffect("a capture does not modify the module, so needs no copy."),
     "ORTMODULE_ENABLE_ZERO_STAGE3": WithoutEffect("modules run as graphs under DeepSpeed's ZeRO stage 3 without it."),
     "ORTMODULE_TRITON_CONFIG_FILE": WithoutEffect(
-        "operator definitions say what a fused region may contain; turn fusion on and off with the option regions."
+        "operator definitions say what a fused region may contain; turn fusion on and off with the option kernels."
     ),
     "ORTMODULE_USE_EFFICIENT_ATTENTION": _FUSED_ATTENTION,
     "ORTMODULE_USE_FLASH_ATTENTION": _FUSED_ATTENTION,

@@ -173,15 +173,15 @@ FAKE_DISPATCH = PatchPoint(
 )
 CALL_MODULE = PatchPoint(
     "torch.fx.experimental.proxy_tensor:_ModuleStackTracer.call_module",
-    "repeated blocks are traced once",
-    "a capture takes longer: as long as the model has layers",
+    "repeated blocks are traced twice, then copied",
+    "the time of a capture grows with the number of layers",
     "self m forward args kwargs",
 )
 LAZY_MODULE_CLASS = PatchPoint(
     "torch.fx._lazy_graph_module:_get_graph_module_cls", "a traced module's source is compiled and never run", _LONGER
 )
 EXPORT_MODULE = PatchPoint(
-    "torch.export.exported_program:_create_graph_module_for_export", "see LAZY_MODULE_CLASS", _LONGER, "root graph"
+    "torch.export.exported_program:_create_graph_module_for_export", "see _get_graph_module_cls", _LONGER, "root graph"
 )
 TENSOR_METADATA = PatchPoint(
     "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata",

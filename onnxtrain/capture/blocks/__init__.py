@@ -1,4 +1,4 @@
-"""Trace the repeated blocks of a model once: the layers of a transformer, the stages of a ResNet.
+"""Trace two of the repeated blocks of a model, such as the layers of a transformer, and copy the trace for the others.
 
     h.0, h.1  traced, and their traces compared
     h.2 …     one call each in the trace, which becomes a copy of h.1's nodes after the export

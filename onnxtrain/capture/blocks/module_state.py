@@ -108,14 +108,14 @@ class Block:
 
     def reads_in(self, reads: Iterable[tuple[int, str]]) -> list[Read] | None:
         """Translate ids of modules to paths; None if one is not in this block. Bookkeeping of modules is skipped."""
-        found: list[Read] = []
+        own_reads: list[Read] = []
         for owner, name in reads:
             path = self.paths.get(owner)
             if path is None:
                 return None
             if name not in _BOOKKEEPING:
-                found.append((path, name))
-        return found
+                own_reads.append((path, name))
+        return own_reads
 
     def ids_of(self, reads: Iterable[Read]) -> Iterator[tuple[int, str]]:
         """Yield the reads with the ids of this block's modules."""
@@ -177,17 +177,17 @@ def shared(tensors: Iterable[torch.Tensor], storages: Iterable[int]) -> Hashable
 def kinds(module: torch.nn.Module) -> Mapping[int, int]:
     """Number the modules with submodules by the classes and names in them: equal modules have equal numbers."""
     numbers: dict[Hashable, int] = {}
-    known: dict[int, int] = {}
+    number_of: dict[int, int] = {}
 
     def visit(module: torch.nn.Module) -> int:
-        number = known.get(id(module))
+        number = number_of.get(id(module))
         if number is None:
             children = tuple((name, child and visit(child)) for name, child in module.__dict__["_modules"].items())
-            number = known[id(module)] = numbers.setdefault((type(module), children), len(numbers))
+            number = number_of[id(module)] = numbers.setdefault((type(module), children), len(numbers))
         return number
 
     visit(module)
-    return {id(m): known[id(m)] for _, m in submodules(module) if any(m.__dict__["_modules"].values())}
+    return {id(m): number_of[id(m)] for _, m in submodules(module) if any(m.__dict__["_modules"].values())}
 
 
 def _first_occurrences(values: Iterable[int]) -> tuple[int, ...]:

@@ -27,8 +27,8 @@ def cross_entropy(function: Any, logits: Any, target: Any, weight: Any = None, *
     if logits.layout == PARTIAL or (logits.layout.kind == "sharded" and logits.layout.axis != logits.ndim - 1):
         raise refuse("cross_entropy has logits that are sharded over samples", "Replicate() or Shard(-1)")
     if logits.layout == REPLICATED or not is_loss_parallel.get()():
-        whole = logits.redistributed(REPLICATED)
-        return whole.with_local(F.cross_entropy(whole.local, target, weight, **options))
+        replicated = logits.redistributed(REPLICATED)
+        return replicated.with_local(F.cross_entropy(replicated.local, target, weight, **options))
     return _from_shards(logits, target, weight, **options)
 
 

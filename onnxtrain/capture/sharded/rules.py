@@ -207,8 +207,8 @@ def _embedding(
     rows = weight.local.shape[0]
     own = indices.local - weight.group.rank * rows
     others = (own < 0) | (own >= rows)
-    found = F.embedding(own.masked_fill(others, 0), weight.local)
-    return indices.with_local(found.masked_fill(others.unsqueeze(-1), 0.0), PARTIAL)
+    embedded = F.embedding(own.masked_fill(others, 0), weight.local)
+    return indices.with_local(embedded.masked_fill(others.unsqueeze(-1), 0.0), PARTIAL)
 
 
 def _expect_sharded(name: str, *arguments: Any) -> None:
@@ -216,9 +216,9 @@ def _expect_sharded(name: str, *arguments: Any) -> None:
         raise refuse(f"{name} mixes a DTensor and a torch.Tensor", "DTensors only, as in PyTorch")
 
 
-def _expect_layout(what: str, value: Any, layout: Layout) -> None:
+def _expect_layout(operand: str, value: Any, layout: Layout) -> None:
     if value is not None and value.layout != layout:
-        raise refuse(f"{what} has a layout that a graph does not support", str(layout), str(value.layout))
+        raise refuse(f"{operand} has a layout that a graph does not support", str(layout), str(value.layout))
 
 
 _ELEMENTWISE = (
