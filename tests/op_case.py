@@ -123,6 +123,10 @@ class OpCase:
     def __str__(self) -> str:
         return f"{self.domain or 'onnx'}-{self.name}{'-' + self.label if self.label else ''}"
 
+    def op(self) -> tuple[str, str]:
+        """The domain and the name of the op."""
+        return self.domain, self.name
+
     def letters(self) -> tuple[str, ...]:
         """The symbolic sizes of the inputs, sorted."""
         words = (word for spec in self.inputs if spec for word in spec.dims.split())

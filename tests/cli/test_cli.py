@@ -159,6 +159,7 @@ def test_a_page_that_cannot_be_written() -> None:
         write_page(pathlib.Path("/dev/full"), "text")
 
 
+@pytest.mark.slow
 def test_only_commands_that_need_an_extra_ask_for_it() -> None:
     """The extra `ort` installs flatbuffers and onnxruntime; commands about modules need neither."""
     program = """

@@ -148,6 +148,7 @@ def test_two_runs_are_the_same_and_another_seed_is_not(folder: Path, data: tuple
     assert other.steps(0, 10) != losses
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_stays_flat_over_a_thousand_steps(folder: Path) -> None:
     script = f"""

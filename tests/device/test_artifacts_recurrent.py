@@ -20,6 +20,7 @@ from onnxtrain.onnxblock.optim import SGD
 from tests.device.models import Recurrent
 from tests.device.stock import Stock, train_torch
 from tests.reference import assert_matches
+from tests.thinned import slow_but_every
 
 WIDTH, HIDDEN = 3, 4
 
@@ -31,7 +32,7 @@ def ids(samples: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["functions", "portable"])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", slow_but_every(2, [nn.LSTM, nn.GRU, nn.RNN]))
 def test_all_lengths_train_as_in_torch(kind: type[nn.RNNBase], portable: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Recurrent(kind)

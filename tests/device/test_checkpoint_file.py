@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from onnxtrain.device import safetensors_file
 from onnxtrain.errors import CheckpointError
 from onnxtrain.system import atomic_file
+from tests.thinned import slow_but_every
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [
@@ -233,7 +234,7 @@ for number in itertools.count(1):
 """
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", slow_but_every(3, range(3)))
 def test_a_killed_writer_leaves_a_whole_file(attempt: int, tmp_path: Path) -> None:
     """Kills writers at many moments of a write; the file is that of the last finished write, or of the next one."""
     path = tmp_path / "file"

@@ -166,6 +166,7 @@ def initializers(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learn_scales", slow_except([False, True], True))
 def test_training_restores_accuracy(trained: Path, tmp_path: Path, learn_scales: bool) -> None:
     """From 43 % with weights of 4 bits and one scale for all channels to 95 % and 96 %, where float32 has 97 %.

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onnxtrain.frontend import dynamo
 from tests.dynamo.test_dynamo import Keeps
+from tests.thinned import slow_but_every
 
 WIDTH = 8
 
@@ -115,7 +116,7 @@ def results(run: Any, module: nn.Module, x: torch.Tensor, training: bool, grad: 
     return structure, [*leaves, leaf.detach(), leaf.grad, *(p.grad for p in module.parameters()), *module.buffers()]
 
 
-@pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", slow_but_every(2, PROGRAMS), ids=lambda make: make.__name__)
 def test_it_does_what_eager_does(make: type[Program]) -> None:
     torch.manual_seed(0)
     eager = make()

@@ -12,6 +12,7 @@ from torch._C import _functorch
 
 from onnxtrain import ORTModule
 from tests.reference import assert_matches
+from tests.thinned import slow_but_every
 from tests.torch_version import needs_torch
 
 Call = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
@@ -53,7 +54,7 @@ def step(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(g for g in (result, *gradients) if g is not None)
 
 
-@pytest.mark.parametrize("call", [each, directional, gradient, each_gradient])
+@pytest.mark.parametrize("call", slow_but_every(2, [each, directional, gradient, each_gradient]))
 def test_equals_eager(call: Call) -> None:
     eager = Calls(call)
     ours = ORTModule(copy.deepcopy(eager))

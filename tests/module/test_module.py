@@ -17,6 +17,7 @@ from onnxtrain import ORTModule
 from onnxtrain.errors import KernelError, ORTModuleTorchModelException
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_each_no_worse, assert_matches, float64_by_default
+from tests.thinned import slow_but_every
 
 
 class Net(nn.Module):
@@ -703,7 +704,7 @@ ODD: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", slow_but_every(2, ODD))
 def test_odd_combinations(name: str, dropping: tuple[ORTModule, Drops]) -> None:
     """In the first call, and in a later one."""
     for _ in range(3):

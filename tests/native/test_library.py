@@ -233,6 +233,7 @@ assert is_intact(build("count", "#include <cstdint>\\nextern \\"C\\" void nothin
 """
 
 
+@pytest.mark.slow
 def test_processes_build_concurrently(cache: Path) -> None:
     for process in [in_process(BUILD) for _ in range(3)]:
         output, _ = process.communicate(timeout=WAIT_LIMIT_S)

@@ -14,6 +14,7 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_each_no_worse, assert_matches
+from tests.thinned import slow_but_every
 from tests.torch_version import needs_torch
 
 Call = Callable[[torch.Tensor], Any]
@@ -108,7 +109,7 @@ AT_RUN_TIME: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", slow_but_every(2, TRACED))
 def test_gradient_is_traced(name: str) -> None:
     ours = compare(Calls(TRACED[name]).double(), rows(7, 9, 8))
     assert operators(ours), "expected an ATen node in the graph"

@@ -15,6 +15,7 @@ from onnxtrain.testing import assert_no_worse_than_eager
 from tests.op_case import Spec
 from tests.ops.captures import FunctionModule, check_capture
 from tests.reference import assert_each_no_worse
+from tests.thinned import slow_but_every
 
 HEADS, WIDTH = 3, 8
 SIZES = ({"b": 2, "l": 4, "s": 5}, {"b": 3, "l": 6, "s": 7}, {"b": 1, "l": 4, "s": 2})
@@ -132,7 +133,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("case", slow_but_every(2, EXACT.values()), ids=EXACT)
 def test_step_is_bitwise_equal_to_eager(case, dtype):
     """The kernels are eager's, and so are the dropout masks."""
     op_type, options = case

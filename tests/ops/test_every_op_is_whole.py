@@ -9,6 +9,7 @@ import itertools
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -20,6 +21,7 @@ from onnxtrain.ops import OPS, definition_of, lookup
 from onnxtrain.ops.definition import Kernel
 from tests.device_under_test import device
 from tests.op_case import CaseCheck, OpCase
+from tests.thinned import slow_after
 
 CASES: list[OpCase] = [
     case
@@ -79,8 +81,15 @@ def assert_matches_body(check: CaseCheck, size_sets: Sequence[Mapping[str, int]]
         check.check_body(size_sets[0], special=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+def in_both_types() -> list[Any]:
+    """All cases in float32; in float64 those beyond two of an op are slow."""
+    narrow, wide = (
+        [pytest.param(c, dtype, id=f"{c}-{dtype}") for c in CASES] for dtype in (torch.float32, torch.float64)
+    )
+    return [*narrow, *slow_after(2, wide, lambda parameters: parameters.values[0].op())]
+
+
+@pytest.mark.parametrize(("case", "dtype"), in_both_types())
 def test_is_whole(case: OpCase, dtype: torch.dtype) -> None:
     """In float32 at all sets of sizes, in float64 at the first: no definition depends on both."""
     skip_on_gpu(case)
@@ -114,7 +123,7 @@ CHOICES = [case for case in CASES if sum(bool(k.name) for k in lookup(case.domai
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CHOICES, ids=str)
+@pytest.mark.parametrize("case", slow_after(2, CHOICES, OpCase.op), ids=str)
 def test_every_candidate_matches_autograd(case: OpCase, dtype: torch.dtype) -> None:
     """All candidates, not only the chosen one: another machine may choose another."""
     ran: set[str] = set()

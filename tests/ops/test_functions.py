@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -19,6 +16,7 @@ from onnxtrain.graph.verify import verify
 from onnxtrain.ops import NOT_DIFFERENTIABLE, lookup
 from tests.op_case import CaseCheck, OpCase, case_graph
 from tests.ops.test_every_op_is_whole import CASES
+from tests.thinned import slow_after
 
 
 def graph_of(check: CaseCheck) -> ir.Model:
@@ -30,15 +28,6 @@ def graph_of(check: CaseCheck) -> ir.Model:
     return differentiate(model, check.wrt, first).model
 
 
-def cases() -> Iterator[Any]:
-    """Yield all cases, marked as slow but for two of each op: test_every_op_is_whole.py compares the other bodies."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for case in CASES:
-        counts[case.domain, case.name] += 1
-        is_slow = counts[case.domain, case.name] > 2
-        yield pytest.param(case, id=str(case), marks=[pytest.mark.slow] if is_slow else [])
-
-
 def standard_model(model: ir.Model) -> ir.Model:
     """Return the file's model, for onnxruntime to run."""
     file_model = onnx_file.file_model(model)
@@ -48,7 +37,8 @@ def standard_model(model: ir.Model) -> ir.Model:
     return file_model
 
 
-@pytest.mark.parametrize("case", cases())
+# One of each op: test_every_op_is_whole.py compares the bodies of the others.
+@pytest.mark.parametrize("case", slow_after(1, CASES, OpCase.op), ids=str)
 def test_file_is_valid_and_computes_as_pytorch_does(case: OpCase, tmp_path: Path) -> None:
     check = CaseCheck(case, torch.float32, standard=standard_model)
     model = graph_of(check)

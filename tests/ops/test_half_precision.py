@@ -5,6 +5,7 @@ import torch
 
 from tests.op_case import CaseCheck, OpCase
 from tests.ops.test_every_op_is_whole import CASES
+from tests.thinned import slow_after
 
 # Their statistics stay float32, which these cases do not support. See tests/ops/test_attention.py and test_norm.py.
 WITH_FLOAT32_STATISTICS = {"FlashAttention", "FlashAttentionGrad", "VarlenFlashAttention", "WeightNormGrad"}
@@ -17,7 +18,7 @@ def check(case: OpCase, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("case", HALF_PRECISION_CASES, ids=str)
+@pytest.mark.parametrize("case", slow_after(2, HALF_PRECISION_CASES, OpCase.op), ids=str)
 def test_bfloat16(case: OpCase) -> None:
     check(case, torch.bfloat16)
 

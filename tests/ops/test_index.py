@@ -15,6 +15,7 @@ from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.op_case import Spec
 from tests.ops.captures import X, check_capture, check_captures, in_groups
+from tests.thinned import slow_but_every
 
 Function = Callable[..., Any]
 
@@ -203,7 +204,7 @@ COUNTS = {"5, 0, 1, 3, 0, 1": (5, 0, 1, 3, 0, 1), "0 first": (0, 7, 1, 1, 0, 2),
 SIZES_OF_COUNTS = (*[{"b": 3, "s": 4, "h": 6}] * 3, *[{"b": 1, "s": 7, "h": 6}] * 3)
 
 
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("counts", slow_but_every(3, COUNTS))
 @pytest.mark.parametrize("name", MASKED)
 def test_one_capture_serves_masks_of_any_count(name: str, counts: str) -> None:
     remaining = iter(COUNTS[counts])

@@ -10,6 +10,7 @@ from onnxtrain import ORTModule
 from tests.op_case import Spec
 from tests.ops.captures import check_capture, check_captures
 from tests.ops.modules import check_module, ops_of
+from tests.thinned import slow_but_every
 from tests.torch_version import needs_torch
 
 SIZES = ({"n": 4, "d": 3}, {"n": 2, "d": 5}, {"n": 1, "d": 2})
@@ -190,7 +191,7 @@ POINTWISE = {
 
 
 @pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
-@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize("name", slow_but_every(2, POINTWISE))
 def test_pointwise(name):
     losses = {r: (partial(POINTWISE[name], reduction=r), *PAIR) for r in REDUCTIONS}
     check_captures(losses, REDUCTIONS, sizes=SIZES)

@@ -10,6 +10,7 @@ import pytest
 from torch.testing._internal.opinfo.core import OpInfo
 
 from tests.ops.op_db_sweep import Form, check_operator, differentiable, full_name
+from tests.thinned import slow_but_every
 from tests.torch_version import needs_torch
 from tools.unsupported import PYTORCH_AT_RUN_TIME, PYTORCH_OPERATORS, PYTORCH_RUNS, PYTORCH_USES
 
@@ -45,7 +46,7 @@ def test_few_operators_fall_back_or_take_gradients_at_run_time() -> None:
     assert len(PYTORCH_AT_RUN_TIME) <= 0.10 * len(OPERATORS)
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", slow_but_every(4, SAMPLE))
 def test_sample(name: str) -> None:
     outcome = check_operator(OPERATORS[name], samples=2)
     assert outcome.form == SAMPLE[name], outcome.error or outcome.operators

@@ -19,6 +19,7 @@ from onnxtrain.ops.recurrent import layer_kernels
 from onnxtrain.ops.recurrent.cells import CELLS, Cell
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.processor import skip_without_narrow_lstms
+from tests.thinned import slow_but_every
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 LENGTHS = ((4, 3), (1, 3), (7, 1))  # steps and samples
@@ -84,7 +85,7 @@ FORMS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but_every(2, FORMS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_lengths_on_one_capture(kind: str, form: str) -> None:
     torch.manual_seed(0)
@@ -98,7 +99,7 @@ def test_relu() -> None:
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but_every(3, KINDS))
 def test_autocast(kind: str) -> None:
     if kind == "lstm":
         skip_without_narrow_lstms()

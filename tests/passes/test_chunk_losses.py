@@ -22,6 +22,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.loss import linear_cross_entropy
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.passes.less_work import check_equals_eager, forward_graph, made, refusals, shapes, wrap
+from tests.thinned import slow_but_every
 from tests.zoo.entry import Call, Draw
 
 WIDTH, CLASSES, IGNORED = 8, 40, -100
@@ -80,7 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("options", slow_but_every(2, VARIANTS.values()), ids=VARIANTS)
 def test_equals_eager(options: dict[str, Any], tmp_path: Path) -> None:
     check_equals_eager(lambda: Words(**options), labelled, ((3, 9), (2, 4), (1, 5)))
     model = wrap(Words(**options), tmp_path)

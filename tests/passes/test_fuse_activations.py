@@ -15,6 +15,7 @@ from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.reference import assert_matches
+from tests.thinned import slow_but_every
 
 Tensor = torch.Tensor
 Norm = Callable[[Tensor], Tensor]
@@ -148,7 +149,7 @@ def norms(ours: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize(("form", "activated", "added"), FORMS, ids=lambda v: getattr(v, "__name__", ""))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", slow_but_every(2, [torch.float32, torch.float64]))
 def test_what_is_behind_a_norm_becomes_part_of_it(form: Form, activated: int, added: int, dtype: torch.dtype) -> None:
     found = norms(check(form, dtype))
     assert sum("activation" in n.attributes for n in found) == activated

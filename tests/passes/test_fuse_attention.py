@@ -17,6 +17,7 @@ from onnxtrain.report import Refusal
 from tests.op_case import Spec
 from tests.ops.captures import FunctionModule, check_capture
 from tests.reference import assert_matches_float64
+from tests.thinned import slow_but_every
 from tests.zoo import huggingface
 from tests.zoo.checks import Comparison, Result, compare_named
 from tests.zoo.entry import Call, Draw, ZooModel, ragged_mask
@@ -164,7 +165,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but_every(2, FORMS))
 def test_a_form_becomes_one_op(form: str) -> None:
     function, specs = FORMS[form]
     ours = check_capture(function, *specs, sizes=SIZES)

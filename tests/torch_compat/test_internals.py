@@ -97,6 +97,7 @@ assert_matches(gradients(ORTModule(model), x), gradients, model, x)
 """
 
 
+@pytest.mark.slow
 def test_a_module_trains_with_the_fallback_of_every_optional_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "all")
     completed = subprocess.run([sys.executable, "-c", _TRAINS], capture_output=True, text=True, check=False)

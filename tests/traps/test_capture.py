@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from onnxtrain import FallbackPolicy, ORTModule
 from onnxtrain.errors import CaptureError
 from tests.reference import assert_each_no_worse, assert_matches
+from tests.thinned import slow_but_every
 from tests.zoo.checks import Comparison, compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
 from tests.zoo.huggingface import MODELS as TRANSFORMERS
@@ -391,13 +392,16 @@ STORE: list[Any] = []
 
 @pytest.mark.parametrize(
     "keep",
-    [
-        lambda store, h: store.append(h),
-        lambda store, h: store.append((h.detach(), 1)),
-        lambda store, h: store.append({"h": h + 1}),
-        lambda store, h: store.append(SimpleNamespace(h=h.relu())),
-        lambda store, h: store.append(lambda: h),
-    ],
+    slow_but_every(
+        4,
+        [
+            lambda store, h: store.append(h),
+            lambda store, h: store.append((h.detach(), 1)),
+            lambda store, h: store.append({"h": h + 1}),
+            lambda store, h: store.append(SimpleNamespace(h=h.relu())),
+            lambda store, h: store.append(lambda: h),
+        ],
+    ),
     ids=["list", "tuple", "dict", "object", "closure"],
 )
 def test_a_tensor_that_forward_keeps_outside_the_module_is_a_real_one(keep: Callable[..., Any]) -> None:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference import assert_each_no_worse
+from tests.thinned import slow_but_every
 from tests.zoo.checks import Comparison, compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square, wide
 
@@ -215,7 +216,7 @@ def image(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(2.0 * x.shape[0] * 4 * 4).view(x.shape[0], 2, 4, 4).to(x.dtype)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_but_every(2, CALLS))
 def test_another_kind_of_call(name: str) -> None:
     function, calls = CALLS[name]
     now = SimpleNamespace(arguments=calls[0])
@@ -408,7 +409,7 @@ EDITS: dict[str, Edits] = {
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", slow_but_every(2, EDITS))
 def test_a_change_of_the_module(name: str) -> None:
     compare = Comparison(ZooModel(name, Block, features, mean_square))
     compare.train(*SIZES)
@@ -608,7 +609,7 @@ CONTEXTS: dict[str, tuple[Callable[..., Any], list[Context]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("name", slow_but_every(2, CONTEXTS))
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 @pytest.mark.filterwarnings("ignore:.*runs in PyTorch:UserWarning")
 def test_another_state_of_pytorch(name: str, first: bool) -> None:

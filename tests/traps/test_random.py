@@ -14,6 +14,7 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from tests.reference import assert_matches
+from tests.thinned import slow_but_every
 from tests.zoo.checks import Comparison, compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
 
@@ -113,7 +114,7 @@ def test_dropout_draws_eagers_masks(name: str) -> None:
             compare.train(*sizes)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", slow_but_every(2, OTHERS))
 def test_other_random_numbers_are_eagers(name: str) -> None:
     compare = Comparison(model(OTHERS[name]))
     for sizes in ((3, 4), (1, 5), (2, 40)):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.thinned import slow_but_every
 from tests.zoo.checks import compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
 
@@ -73,7 +74,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("name", SERVED_BY_ONE)
+@pytest.mark.parametrize("name", slow_but_every(2, SERVED_BY_ONE))
 @pytest.mark.parametrize("first", PLACES)
 def test_one_capture_serves_all_sizes(name: str, first: int) -> None:
     """In any order of sizes: a size of 1 does not mean broadcasting, and equal sizes are not one symbol."""
@@ -100,7 +101,7 @@ GUARDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("name", slow_but_every(2, GUARDED))
 @pytest.mark.parametrize("first", PLACES)
 def test_sizes_that_decide_the_graph_lead_to_another_capture(name: str, first: int) -> None:
     with compared(model(GUARDED[name]), captures=None) as compare:
@@ -115,7 +116,9 @@ SHAPES = ((3, 4), (1, 4), (3, 1), (1, 1))
 
 @pytest.mark.parametrize(
     "function",
-    [torch.add, torch.mul, torch.maximum, lambda x, y: torch.where(y > 0, x, y), lambda x, y: (x @ y.mT).sum(-1)],
+    slow_but_every(
+        2, [torch.add, torch.mul, torch.maximum, lambda x, y: torch.where(y > 0, x, y), lambda x, y: (x @ y.mT).sum(-1)]
+    ),
     ids=["add", "multiply", "maximum", "where", "matmul"],
 )
 @pytest.mark.parametrize("first", range(len(SHAPES)), ids=lambda i: "first-{}-{}".format(*SHAPES[i]))

@@ -21,7 +21,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops import FROM_TORCH
 from onnxtrain.torch_compat.patch_points import CALL_MODULE
 from tests.reference import assert_matches
-from tests.thinned import slow_except
+from tests.thinned import slow_but_every, slow_except
 
 WIDTH = 8
 
@@ -650,7 +650,7 @@ def tokens(*batches: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": i, "attention_mask": torch.ones_like(i), "labels": i} for i in ids]
 
 
-@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize("name", slow_but_every(2, COPIED))
 def test_copies_are_what_tracing_would_give(name: str, copies: list[int], all_traced: Callable[[], None]) -> None:
     make, count = COPIED[name]
     with_copies = run(make, vectors(3, 4))

@@ -13,6 +13,7 @@ from torch import nn
 
 from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
 from onnxtrain.errors import CaptureError
+from tests.thinned import slow_but_every
 
 
 def created(*tensors: torch.Tensor) -> CreatedFakes:
@@ -39,7 +40,9 @@ def test_one_search_for_all_tensors() -> None:
     assert len(searches) == 2  # for the tensors, and for the tuples that hold them with their locations
 
 
-@pytest.mark.parametrize("hold", [lambda t: [t], lambda t: [(t, 1)], lambda t: [((t,),)]], ids=("list", "pair", "deep"))
+@pytest.mark.parametrize(
+    "hold", slow_but_every(3, [lambda t: [t], lambda t: [(t, 1)], lambda t: [((t,),)]]), ids=("list", "pair", "deep")
+)
 def test_a_holder_is_found(hold: Any) -> None:
     first, second = torch.empty(1), torch.empty(1)
     holder = hold(second)

@@ -16,6 +16,7 @@ from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.torch_compat.decompositions import composite_kernel
 from tests.reference import assert_matches
+from tests.thinned import slow_but_every
 
 Q, K = torch.randn(2, 3, 4, 6), torch.randn(2, 3, 5, 6)
 W, B = torch.randn(8, 6), torch.randn(8)
@@ -111,7 +112,7 @@ def _record_shortcuts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_but_every(2, CALLS))
 def test_shapes_match_pytorch(name: str, requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, is_shortcut = CALLS[name]
     tensors = [t.clone().requires_grad_(requires_grad and t.is_floating_point()) for t in tensors]

@@ -226,7 +226,7 @@ def canonical(condition: Any) -> Any:
 
 
 OPERATORS = tuple(dict.fromkeys(operator for operator, _, _ in CALLS))
-# Operators that share their meta function with another one: tested with symbolic sizes only in the slow tests.
+# Operators that share their meta function with another one: the slow tests have them.
 SHARED = (
     aten._unsafe_view.default, aten.abs.default, aten.bitwise_or.Tensor, aten.eq.Tensor, aten.minimum.default,
     aten.mul.Tensor, aten.ne.Scalar, aten.sub.Tensor,
@@ -235,7 +235,7 @@ OPERATORS_AND_SIZES = [
     pytest.param(operator, symbolic, id=f"{operator}-{symbolic}", marks=[pytest.mark.slow] if is_slow else [])
     for symbolic in (False, True)
     for operator in OPERATORS
-    for is_slow in [symbolic and operator in SHARED]
+    for is_slow in [operator in SHARED]
 ]
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from onnxtrain import ORTModule
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.processor import skip_without_narrow_lstms
+from tests.thinned import slow_but_every
 
 WIDTH = 6
 
@@ -91,7 +92,7 @@ CAST_INSIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CAST_INSIDE)
+@pytest.mark.parametrize("name", slow_but_every(3, CAST_INSIDE))
 def test_composites_cast_as_in_eager(name: str) -> None:
     if "lstm" in name:
         skip_without_narrow_lstms()

@@ -144,13 +144,17 @@ RETRACED: list[Case] = [
 ]
 
 
+LIKE_OTHERS = (
+    *("1d", "3d", "1d in eval mode", "3d in eval mode", "without weights", "another momentum and eps", "partly frozen"),
+    *("1d of a matrix", "channels_last", "SyncBatchNorm", "called_by_keywords", "eval_mode_under_no_grad"),
+)
 TESTED_UNDER_NO_GRAD = ("2d", "2d in eval mode", "statistics_read_before_and_after", "updated_under_no_grad")
 
 
 @pytest.mark.parametrize(
     ("case", "gradients"),
     [
-        *((c, True) for c in (*REWRITTEN, *RETRACED)),
+        *(pytest.param(c, True, marks=[pytest.mark.slow] if c[0] in LIKE_OTHERS else []) for c in REWRITTEN + RETRACED),
         *((c, False) for c in REWRITTEN + RETRACED if c[0] in TESTED_UNDER_NO_GRAD),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.capture.functionalize.compared_captures import ComparedCaptures
 from tests.reference import assert_each_no_worse
+from tests.thinned import slow_but_every
 
 
 class Layers(nn.Module):
@@ -98,7 +99,7 @@ REWRITTEN = [
 RETRACED = [autocast_switched_off_inside, cast_inside_a_composite]
 
 
-@pytest.mark.parametrize("call", [*REWRITTEN, *RETRACED], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", slow_but_every(2, [*REWRITTEN, *RETRACED]), ids=lambda call: call.__name__)
 def test_the_graph_matches_pytorchs_functionalization(
     call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

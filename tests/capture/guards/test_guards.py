@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from onnxtrain.capture.guards.guards import Guards, compile_guards
 from onnxtrain.capture.guards.size_decisions import SizeDecisions, example_candidates
 from onnxtrain.errors import CaptureError
+from tests.thinned import slow_but_every
 
 Forward = Callable[..., Any]
 Shapes = Sequence[tuple[int, ...]]
@@ -170,7 +171,7 @@ CASES: dict[str, tuple[Forward, list[Shapes], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but_every(2, CASES))
 def test_correct_at_all_sizes(name: str) -> None:
     forward, calls, captures = CASES[name]
     assert captures_of(forward, calls) <= captures
@@ -265,7 +266,7 @@ SELECTED: dict[str, Forward] = {
 }
 
 
-@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize("name", slow_but_every(2, SELECTED))
 def test_selected_elements_are_one_capture(name: str) -> None:
     engine = Engine(SELECTED[name])
     for shape in [(4, 3), (1, 3), (4, 1), (1, 1), (6, 5)]:

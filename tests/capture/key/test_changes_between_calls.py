@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_module
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_each_no_worse, assert_matches
+from tests.thinned import slow_but_every
 
 # The second call compiles the fast path, and the third takes it. What a new fast path detects is tested in
 # tests/capture/key/test_fast_path.py.
@@ -217,7 +218,7 @@ def no_warning_of_fallbacks() -> Iterator[None]:
 
 
 @AFTER
-@pytest.mark.parametrize("name", MODULE)
+@pytest.mark.parametrize("name", slow_but_every(3, MODULE))
 def test_a_change_of_the_module(calls: int, name: str) -> None:
     plain, ours, x = prepared(calls)
     MODULE[name](plain)
@@ -227,7 +228,7 @@ def test_a_change_of_the_module(calls: int, name: str) -> None:
 
 
 @AFTER
-@pytest.mark.parametrize("name", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("name", slow_but_every(2, ["forward", "forward_pre", "full_backward", "full_backward_pre"]))
 def test_hooks_that_are_removed(calls: int, name: str) -> None:
     hook = gradients_doubled if "backward" in name else doubled
     plain, ours, x = prepared(0)
@@ -248,7 +249,7 @@ def of_linear(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @AFTER
-@pytest.mark.parametrize("name", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("name", slow_but_every(2, ["forward", "forward_pre", "full_backward", "full_backward_pre"]))
 def test_hooks_of_all_modules(calls: int, name: str) -> None:
     hook = of_linear(gradients_doubled if "backward" in name else doubled)
     plain, ours, x = prepared(calls)
@@ -270,7 +271,7 @@ CLASS: dict[str, tuple[str, Any]] = {
 
 
 @AFTER
-@pytest.mark.parametrize("name", CLASS)
+@pytest.mark.parametrize("name", slow_but_every(2, CLASS))
 def test_a_change_of_the_class(calls: int, name: str) -> None:
     plain, ours, x = prepared(calls)
     with pytest.MonkeyPatch.context() as patch:
@@ -311,7 +312,7 @@ SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @AFTER
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", slow_but_every(2, SWITCHES))
 def test_a_switch(calls: int, name: str) -> None:
     plain, ours, x = prepared(calls, Constants)
     for context in (SWITCHES[name], nullcontext, SWITCHES[name]):
@@ -345,7 +346,7 @@ INPUTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 @AFTER
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", slow_but_every(2, INPUTS))
 def test_a_change_of_the_inputs(calls: int, name: str) -> None:
     args, kwargs = INPUTS[name]
     plain, ours, x = prepared(calls)

@@ -23,6 +23,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from tests.capture.key import surroundings_model as outside
 from tests.capture.key import surroundings_other as other
 from tests.reference import assert_each_no_worse, assert_matches
+from tests.thinned import slow_but_every
 
 # Makes a change, and registers how to revert it.
 Change: TypeAlias = Callable[[ExitStack], Any]
@@ -162,7 +163,7 @@ def check(model: torch.nn.Module, ours: Any) -> None:
 
 
 @pytest.mark.parametrize(("calls", "training"), [(2, False), (300, True)], ids=["2, eval", "300, train"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", slow_but_every(2, CHANGES))
 @pytest.mark.filterwarnings("error")
 def test_a_change(name: str, calls: int, training: bool) -> None:
     kind, change = CHANGES[name]

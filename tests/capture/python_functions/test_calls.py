@@ -30,6 +30,7 @@ from onnxtrain import DebugOptions, FallbackPolicy, ORTModule
 from onnxtrain.errors import ORTModuleFallbackException, PythonOpError
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.thinned import slow_but_every
 from tests.zoo.checks import Result, Side, count_captures, leaves
 from tests.zoo.entry import Call, Draw, ZooModel, wide
 
@@ -194,7 +195,7 @@ ARGUMENTS: dict[str, Callable[[nn.Module, torch.Tensor], tuple[Any, ...]]] = {
 
 
 @a_dtype
-@pytest.mark.parametrize("kind", ARGUMENTS)
+@pytest.mark.parametrize("kind", slow_but_every(2, ARGUMENTS))
 def test_arguments(kind: str, dtype: torch.dtype) -> None:
     check(lambda m, x: Takes.apply(x, *ARGUMENTS[kind](m, x)), dtype)
 
@@ -606,14 +607,17 @@ def doubled_beside_an_equal(m: nn.Module, x: torch.Tensor) -> Any:
 @every_dtype
 @pytest.mark.parametrize(
     "use",
-    [
-        doubled_twice,
-        doubled_view,
-        doubled_beside_an_equal,
-        lambda m, x: UpdatesMean.apply(x, m.mean) + m.mean,
-        lambda m, x: (m.mean.clone(), UpdatesMean.apply(UpdatesMean.apply(x, m.mean), m.mean)),
-        lambda m, x: x * Doubles.apply(torch.ones(WIDTH, dtype=x.dtype), False),
-    ],
+    slow_but_every(
+        2,
+        [
+            doubled_twice,
+            doubled_view,
+            doubled_beside_an_equal,
+            lambda m, x: UpdatesMean.apply(x, m.mean) + m.mean,
+            lambda m, x: (m.mean.clone(), UpdatesMean.apply(UpdatesMean.apply(x, m.mean), m.mean)),
+            lambda m, x: x * Doubles.apply(torch.ones(WIDTH, dtype=x.dtype), False),
+        ],
+    ),
     ids=["dirty", "dirty view", "dirty and equal", "buffer", "buffer twice", "unmarked constant"],
 )
 def test_changes_in_place(use: Callable[..., Any], dtype: torch.dtype) -> None:

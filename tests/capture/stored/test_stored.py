@@ -37,6 +37,7 @@ from onnxtrain.capture.stored import cache, entry, folder
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
 from onnxtrain.capture.structure import flatten_output
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.thinned import slow_but_every
 
 SCALE = 1.1
 TABLE = torch.ones(2)
@@ -216,7 +217,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize("change", slow_but_every(2, list(CHANGES)))
 def test_a_change_needs_another_capture(
     change: str, tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
