@@ -103,26 +103,21 @@ def define_unary(
 
     names = (torch_name,) if isinstance(torch_name, str) else torch_name
 
-    op = define(
-        OpDef(
-            domain=domain,
-            name=name,
-            inputs=("x",),
-            outputs=("y",),
-            attributes=attributes or {},
-            from_torch=names if isinstance(names, Mapping) else dict.fromkeys(names, capture),
-            shapes=same_as("x"),
-            body=body,
-            gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
-            nondiff_inputs=_NO_NAMES,
-            kernels=(*preferred_kernels, Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place_input=0)),
-            axes=lambda n: "... -> ...",
-            effects=Effects.NONE,
-            aliases={},
-            host_eval=host_eval,
-        )
+    op = define_pure(
+        domain,
+        name,
+        ("x",),
+        ("y",),
+        attributes=attributes,
+        from_torch=names if isinstance(names, Mapping) else dict.fromkeys(names, capture),
+        shapes=same_as("x"),
+        body=body,
+        gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
+        kernels=(*preferred_kernels, Kernel(lower=lower or (lambda n, x: Call(kernel, x)), in_place_input=0)),
+        axes=lambda n: "... -> ...",
+        flops=flops,
+        host_eval=host_eval,
     )
-    FLOPS.register(op, flops)
     IMAGES.register(op, Images(frozenset({"x", "y"})))
     FUSIBLE.add(op)
     return op
@@ -159,24 +154,20 @@ def define_binary(
         lower = lambda n, a, b: Infix(infix, kernel, a, b)
     lower = lower or (lambda n, a, b: Call(kernel, a, b))
     accepts_scalars, in_place_input = accepts_scalars or symbol is not None, 0 if symbol else None
-    op = define(
-        OpDef(
-            domain=domain,
-            name=name,
-            inputs=("a", "b"),
-            outputs=("y",),
-            attributes=attributes or {},
-            from_torch=from_torch,
-            shapes=shapes,
-            body=body,
-            gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
-            nondiff_inputs=nondiff_inputs,
-            kernels=(Kernel(lower=lower, accepts_scalars=accepts_scalars, in_place_input=in_place_input),),
-            axes=lambda n: "..., ... -> ...",
-            effects=Effects.NONE,
-            aliases={},
-            host_eval=_on_host(host_eval) if host_eval else None,
-        )
+    op = define_pure(
+        domain,
+        name,
+        ("a", "b"),
+        ("y",),
+        attributes=attributes,
+        from_torch=from_torch,
+        shapes=shapes,
+        body=body,
+        gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
+        nondiff_inputs=nondiff_inputs,
+        kernels=(Kernel(lower=lower, accepts_scalars=accepts_scalars, in_place_input=in_place_input),),
+        axes=lambda n: "..., ... -> ...",
+        host_eval=_on_host(host_eval) if host_eval else None,
     )
     IMAGES.register(op, Images(frozenset({"a", "b", "y"})))
     FUSIBLE.add(op)
@@ -205,7 +196,8 @@ def no_seconds(node: NodeView, shapes: Shapes, machine: Machine) -> float:
     return 0.0
 
 
-def define_fused(
+# Backward ops are not differentiable: PyTorch computes second-order gradients.
+def define_pure(
     domain: str,
     name: str,
     inputs: tuple[str, ...],
@@ -213,12 +205,11 @@ def define_fused(
     *,
     shapes: ShapeRule,
     body: Body | Literal[Standard.STANDARD],
-    lower: Callable[..., Call],
     axes: Callable[[NodeView], str],
-    flops: Callable[[NodeView], Size],
+    lower: Callable[..., Call] | None = None,
+    flops: Callable[[NodeView], Size] = elementwise_flops,
     attributes: Mapping[str, Any] | None = None,
     from_torch: Mapping[str, FromTorch] | None = None,
-    # Backward ops are not differentiable: PyTorch computes second-order gradients.
     gradient: tuple[Gradient, ...] | Literal[NotDifferentiable.NOT_DIFFERENTIABLE] = NOT_DIFFERENTIABLE,
     nondiff_inputs: frozenset[str] = frozenset(),
     host_inputs: frozenset[int] = frozenset(),
@@ -229,15 +220,19 @@ def define_fused(
     seconds: Callable[[NodeView, Shapes, Machine], float] = no_seconds,
     atomic_on_gpu: bool = False,
     count_outputs: Callable[[Sequence[ir.Value | None], Mapping[str, Any]], int] | None = None,
+    host_eval: Callable[..., Any] | None = None,
+    preserves_elements: bool = False,
 ) -> OpDef:
-    """Define an op by its body and kernels: `kernels`, then that of `lower` and its alternatives `others`."""
-    kernel = Kernel(
-        lower=lower,
-        host_inputs=host_inputs,
-        synchronizes=synchronizes,
-        workspace_bytes=workspace_bytes,
-        seconds=seconds,
-    )
+    """Define an op without effects and views: `kernels`, then that of `lower` and its alternatives `others`."""
+    if lower is not None:
+        kernel = Kernel(
+            lower=lower,
+            host_inputs=host_inputs,
+            synchronizes=synchronizes,
+            workspace_bytes=workspace_bytes,
+            seconds=seconds,
+        )
+        kernels += _with_alternatives(kernel, others, atomic_on_gpu)
     op = define(
         OpDef(
             domain=domain,
@@ -250,14 +245,14 @@ def define_fused(
             body=body,
             gradient=gradient,
             nondiff_inputs=nondiff_inputs,
-            kernels=(*kernels, *_with_alternatives(kernel, others, atomic_on_gpu)),
+            kernels=kernels,
             axes=axes,
             effects=Effects.NONE,
             aliases={},
             count_outputs=count_outputs,
-            nondiff_outputs=frozenset(
-                name.rstrip("?") for name in outputs[1:]
-            ),  # saved for backward; see first_cotangent
+            host_eval=host_eval,
+            preserves_elements=preserves_elements,
+            nondiff_outputs=frozenset(n.rstrip("?") for n in outputs[1:]),  # saved for backward; see first_cotangent
         )
     )
     FLOPS.register(op, flops)

@@ -26,7 +26,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
 from onnxtrain.ops.body_parts import cast, mul_scalar
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
 
 Tensor = torch.Tensor
@@ -91,7 +91,7 @@ def _elementwise(n: NodeView) -> str:
     return f"{', '.join('-' if v is None else '...' for v in n.node.inputs)} -> {outputs}"
 
 
-define_fused(
+define_pure(
     OWN,
     "AdamWStep",
     ("weight", "gradient", "m", "v", "step_size", "epsilon", "decay?"),
@@ -127,7 +127,7 @@ def sgd_step(
     return (weight - buffer * learning_rate).to(weight.dtype), buffer
 
 
-define_fused(
+define_pure(
     OWN,
     "SGDStep",
     ("weight", "gradient", "buffer", "learning_rate"),

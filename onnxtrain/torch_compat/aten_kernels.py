@@ -248,77 +248,61 @@ def has_cpu_flash() -> bool:
     return CPU_FLASH.is_available and CPU_FLASH_GRAD.is_available and SDP_CHOICE.is_available
 
 
-_WITHOUT_GPU_KERNEL = "attention on a GPU holds all scores in memory"
-gpu_flash = Internal[Callable[..., Any]](
-    "gpu_flash",
-    lambda: _ATEN._scaled_dot_product_flash_attention.default,
-    why="flash attention on a GPU, with its logsumexp and the state of its dropout",
-    fallback=missing("gpu_flash"),
-    cost=_WITHOUT_GPU_KERNEL,
-    check=has_schema(
-        "_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale", 9
-    ),
-)
-gpu_flash_grad = Internal[Callable[..., Any]](
-    "gpu_flash_grad",
-    lambda: _ATEN._scaled_dot_product_flash_attention_backward.default,
-    why="the gradient of gpu_flash",
-    fallback=missing("gpu_flash_grad"),
-    cost=_WITHOUT_GPU_KERNEL,
-    check=has_schema(
-        "_scaled_dot_product_flash_attention_backward",
-        "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
-        "philox_offset scale",
+def _gpu_attention(
+    kind: str, library: str, forward: tuple[str, int], backward: tuple[str, int]
+) -> tuple[Internal[Callable[..., Any]], Internal[Callable[..., Any]]]:
+    """Define the entries of an attention kernel on a GPU and of its gradient, from their arguments and results."""
+
+    def entry(name: str, why: str, operator: str, schema: tuple[str, int]) -> Internal[Callable[..., Any]]:
+        return Internal[Callable[..., Any]](
+            name,
+            lambda: getattr(_ATEN, operator).default,
+            why=why,
+            fallback=missing(name),
+            cost="attention on a GPU holds all scores in memory",
+            check=has_schema(operator, *schema),
+        )
+
+    name, operator = f"gpu_{kind}", f"_scaled_dot_product_{kind}_attention"
+    return (
+        entry(name, f"{library} on a GPU, with its logsumexp and the state of its dropout", operator, forward),
+        entry(f"{name}_grad", f"the gradient of {name}", f"{operator}_backward", backward),
+    )
+
+
+gpu_flash, gpu_flash_grad = _gpu_attention(
+    "flash",
+    "flash attention",
+    ("query key value dropout_p is_causal return_debug_mask scale", 9),
+    (
+        (
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
+            "philox_offset scale"
+        ),
         3,
     ),
 )
-gpu_efficient = Internal[Callable[..., Any]](
-    "gpu_efficient",
-    lambda: _ATEN._scaled_dot_product_efficient_attention.default,
-    why="memory-efficient attention on a GPU, with its logsumexp and the state of its dropout",
-    fallback=missing("gpu_efficient"),
-    cost=_WITHOUT_GPU_KERNEL,
-    check=has_schema(
-        "_scaled_dot_product_efficient_attention",
-        "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
+gpu_efficient, gpu_efficient_grad = _gpu_attention(
+    "efficient",
+    "memory-efficient attention",
+    ("query key value attn_bias compute_log_sumexp dropout_p is_causal scale", 4),
+    (
+        (
+            "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask "
+            "is_causal scale"
+        ),
         4,
     ),
 )
-gpu_efficient_grad = Internal[Callable[..., Any]](
-    "gpu_efficient_grad",
-    lambda: _ATEN._scaled_dot_product_efficient_attention_backward.default,
-    why="the gradient of gpu_efficient",
-    fallback=missing("gpu_efficient_grad"),
-    cost=_WITHOUT_GPU_KERNEL,
-    check=has_schema(
-        "_scaled_dot_product_efficient_attention_backward",
-        "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask "
-        "is_causal scale",
-        4,
-    ),
-)
-gpu_cudnn = Internal[Callable[..., Any]](
-    "gpu_cudnn",
-    lambda: _ATEN._scaled_dot_product_cudnn_attention.default,
-    why="cuDNN's attention, with its logsumexp and the state of its dropout",
-    fallback=missing("gpu_cudnn"),
-    cost=_WITHOUT_GPU_KERNEL,
-    check=has_schema(
-        "_scaled_dot_product_cudnn_attention",
-        "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
-        9,
-    ),
-)
-gpu_cudnn_grad = Internal[Callable[..., Any]](
-    "gpu_cudnn_grad",
-    lambda: _ATEN._scaled_dot_product_cudnn_attention_backward.default,
-    why="the gradient of gpu_cudnn",
-    fallback=missing("gpu_cudnn_grad"),
-    cost=_WITHOUT_GPU_KERNEL,
-    check=has_schema(
-        "_scaled_dot_product_cudnn_attention_backward",
-        "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
-        "dropout_p is_causal scale",
+gpu_cudnn, gpu_cudnn_grad = _gpu_attention(
+    "cudnn",
+    "cuDNN's attention",
+    ("query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale", 9),
+    (
+        (
+            "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q "
+            "max_k dropout_p is_causal scale"
+        ),
         3,
     ),
 )

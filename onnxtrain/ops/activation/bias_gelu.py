@@ -20,7 +20,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, type_of
 from onnxtrain.ops.activation import compiled_kernels as kernels
-from onnxtrain.ops.constructors import broadcast_axes, define_fused
+from onnxtrain.ops.constructors import broadcast_axes, define_pure
 from onnxtrain.ops.definition import Call, Gradient, Infix, Kernel, NodeView, numel
 from onnxtrain.ops.native_kernels import may_compile
 
@@ -67,7 +67,7 @@ def _define_gelu(name: str, bias_grad_name: str, inputs: tuple[str, ...], approx
     def lower(n: NodeView, x: Any, bias: Any = None) -> Call:
         return Call(torch.nn.functional.gelu, _plus_bias_call(n, x, bias), approximate=approximate)
 
-    define_fused(
+    define_pure(
         MICROSOFT,
         name,
         inputs,
@@ -89,7 +89,7 @@ def _define_gelu_grad(name: str, inputs: tuple[str, ...], approximate: str) -> N
     def lower(n: NodeView, dy: Any, x: Any, bias: Any = None) -> Call:
         return Call(kernels.gelu_backward, dy, _plus_bias_call(n, x, bias), approximate)
 
-    define_fused(
+    define_pure(
         MICROSOFT,
         name,
         inputs,

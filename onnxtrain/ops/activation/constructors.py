@@ -10,21 +10,17 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, type_of
-from onnxtrain.ops.constructors import define_unary, elementwise_flops
+from onnxtrain.ops.constructors import define_pure, define_unary, elementwise_flops
 from onnxtrain.ops.definition import (
-    NOT_DIFFERENTIABLE,
     Body,
     Call,
-    Effects,
     FromTorch,
     Kernel,
     NodeView,
     OpDef,
 )
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
-from onnxtrain.ops.registry import define
 
 Lower = Callable[..., Call]
 
@@ -64,25 +60,18 @@ def define_activation_grad(
     def shapes(n: NodeView) -> Sequence[TensorType]:
         return (type_of(getattr(n, saved)),)
 
-    op = define(
-        OpDef(
-            domain=domain,
-            name=name,
-            inputs=("dy", saved),
-            outputs=("dx",),
-            attributes=attributes or {},
-            from_torch={},
-            shapes=shapes,
-            body=body,
-            gradient=NOT_DIFFERENTIABLE,  # for second-order gradients PyTorch reruns the module
-            nondiff_inputs=frozenset(),
-            kernels=tuple(kernels),
-            axes=lambda n: "..., ... -> ...",
-            effects=Effects.NONE,
-            aliases={},
-        )
+    op = define_pure(
+        domain,
+        name,
+        ("dy", saved),
+        ("dx",),
+        attributes=attributes or {},
+        shapes=shapes,
+        body=body,
+        kernels=tuple(kernels),
+        axes=lambda n: "..., ... -> ...",
+        flops=lambda n: sizes.multiply(flops, elementwise_flops(n)),
     )
-    FLOPS.register(op, lambda n: sizes.multiply(flops, elementwise_flops(n)))
     IMAGES.register(op, Images(frozenset({"dy", saved, "dx"})))
     FUSIBLE.add(op)
     return op

@@ -21,12 +21,10 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.activation import compiled_kernels as kernels
 from onnxtrain.ops.activation.constructors import scalar
-from onnxtrain.ops.constructors import broadcast_axes, define_fused, elementwise_flops
-from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef
-from onnxtrain.ops.interfaces.cost import FLOPS
+from onnxtrain.ops.constructors import broadcast_axes, define_pure, elementwise_flops
+from onnxtrain.ops.definition import REQUIRED, Call, Gradient, Kernel, NodeView
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
 from onnxtrain.ops.native_kernels import may_compile
-from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
 
 _glu_backward = torch.ops.aten.glu_backward.default
@@ -70,44 +68,32 @@ def _capture_glu(op: Builder, x: ir.Value, dim: int = -1) -> Any:
     return op.own.Glu(x, axis=dim)
 
 
-GLU = define(
-    OpDef(
-        domain=OWN,
-        name="Glu",
-        inputs=("x",),
-        outputs=("y",),
-        attributes={"axis": -1},
-        from_torch={"aten.glu.default": _capture_glu},
-        shapes=_glu_types,
-        body=_glu_body,
-        gradient=(Gradient(lambda op, n, dy: op.own.GluGrad(dy, n.x, axis=n.axis), ("x",)),),
-        nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=lambda n, x: Call(aten_kernels.glu, x, n.axis)),),
-        axes=lambda n: _glu_axes(n, 1),
-        effects=Effects.NONE,
-        aliases={},
-    )
+GLU = define_pure(
+    OWN,
+    "Glu",
+    ("x",),
+    ("y",),
+    attributes={"axis": -1},
+    from_torch={"aten.glu.default": _capture_glu},
+    shapes=_glu_types,
+    body=_glu_body,
+    gradient=(Gradient(lambda op, n, dy: op.own.GluGrad(dy, n.x, axis=n.axis), ("x",)),),
+    lower=lambda n, x: Call(aten_kernels.glu, x, n.axis),
+    axes=lambda n: _glu_axes(n, 1),
+    flops=lambda n: sizes.multiply(5, elementwise_flops(n)),
 )
-FLOPS.register(GLU, lambda n: sizes.multiply(5, elementwise_flops(n)))
-GLU_GRAD = define(
-    OpDef(
-        domain=OWN,
-        name="GluGrad",
-        inputs=("dy", "x"),
-        outputs=("dx",),
-        attributes={"axis": -1},
-        from_torch={},
-        shapes=lambda n: (type_of(n.x),),
-        body=_glu_grad_body,
-        gradient=NOT_DIFFERENTIABLE,
-        nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=lambda n, dy, x: Call(_glu_backward, dy, x, n.axis)),),
-        axes=lambda n: _glu_axes(n, 2),
-        effects=Effects.NONE,
-        aliases={},
-    )
+GLU_GRAD = define_pure(
+    OWN,
+    "GluGrad",
+    ("dy", "x"),
+    ("dx",),
+    attributes={"axis": -1},
+    shapes=lambda n: (type_of(n.x),),
+    body=_glu_grad_body,
+    lower=lambda n, dy, x: Call(_glu_backward, dy, x, n.axis),
+    axes=lambda n: _glu_axes(n, 2),
+    flops=lambda n: sizes.multiply(8, elementwise_flops(n)),
 )
-FLOPS.register(GLU_GRAD, lambda n: sizes.multiply(8, elementwise_flops(n)))
 
 
 # GatedActivation
@@ -158,7 +144,7 @@ def _can_compile(n: NodeView, device: str) -> bool:
     return n.activation in kernels.COMPILED_GATES and may_compile(n, device)
 
 
-GATED_ACTIVATION = define_fused(
+GATED_ACTIVATION = define_pure(
     OWN,
     "GatedActivation",
     ("gate", "up"),
@@ -174,7 +160,7 @@ GATED_ACTIVATION = define_fused(
     flops=lambda n: sizes.multiply(11, elementwise_flops(n)),
     gradient=(Gradient(_gradients, ("gate", "up")),),
 )
-GATED_ACTIVATION_GRAD = define_fused(
+GATED_ACTIVATION_GRAD = define_pure(
     OWN,
     "GatedActivationGrad",
     ("dy", "gate", "up"),

@@ -24,7 +24,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.activation.constructors import define_activation, not_double, scalar
-from onnxtrain.ops.constructors import elementwise_flops, same_as
+from onnxtrain.ops.constructors import define_pure, elementwise_flops, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
@@ -278,28 +278,22 @@ def _prelu_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return dx, op.Where(positive, zero, op.Mul(n.dy, n.x))
 
 
-PRELU = define(
-    OpDef(
-        domain="",
-        name="PRelu",
-        inputs=("x", "slope"),
-        outputs=("y",),
-        attributes={},
-        from_torch={
-            "aten.prelu.default": _capture_prelu,
-            "aten._prelu_kernel.default": lambda op, x, weight: op.PRelu(x, weight),
-        },
-        shapes=same_as("x"),
-        body=STANDARD,
-        gradient=(Gradient(_prelu_gradient, ("x", "slope")),),
-        nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=lambda n, x, slope: Call(aten_kernels.prelu, x, slope)),),
-        axes=lambda n: "..., ... -> ...",
-        effects=Effects.NONE,
-        aliases={},
-    )
+PRELU = define_pure(
+    "",
+    "PRelu",
+    ("x", "slope"),
+    ("y",),
+    from_torch={
+        "aten.prelu.default": _capture_prelu,
+        "aten._prelu_kernel.default": lambda op, x, weight: op.PRelu(x, weight),
+    },
+    shapes=same_as("x"),
+    body=STANDARD,
+    gradient=(Gradient(_prelu_gradient, ("x", "slope")),),
+    lower=lambda n, x, slope: Call(aten_kernels.prelu, x, slope),
+    axes=lambda n: "..., ... -> ...",
+    flops=lambda n: sizes.multiply(2, elementwise_flops(n)),
 )
-FLOPS.register(PRELU, lambda n: sizes.multiply(2, elementwise_flops(n)))
 # PReluGrad(dy, x, slope) -> dx, dslope, both of x's shape: the differentiator sums dslope to slope's shape.
 PRELU_GRAD = define(
     OpDef(

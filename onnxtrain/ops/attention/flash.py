@@ -39,6 +39,7 @@ from onnxtrain.ops.attention.scores import (
     score_factor,
 )
 from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.interfaces.cost import FLOPS
@@ -326,30 +327,23 @@ def _backward_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return _gradients_in_ops(op, n, n.dy, n.y, lambda x: dropped(op, n, x, n.rng_state))[:3]
 
 
-FLASH_ATTENTION = define(
-    OpDef(
-        domain=OWN,
-        name="FlashAttention",
-        inputs=("q", "k", "v", "mask?"),
-        outputs=("y", "logsumexp"),
-        attributes={"scale": None, "is_causal": 0},
-        from_torch={},
-        shapes=forward_types,
-        body=_forward_body,
-        gradient=(Gradient(_gradient, reads=("q", "k", "v", "mask", "y", "logsumexp")),),
-        nondiff_inputs=frozenset(),
-        kernels=(
-            Kernel(lower=_lower_gpu, applies=on_gpu),
-            Kernel(lower=_lower_compiled, applies=may_compile),
-            Kernel(lower=_lower),
-        ),
-        axes=_forward_axes,
-        effects=Effects.NONE,
-        aliases={},
-        nondiff_outputs=frozenset({"logsumexp"}),
-    )
+FLASH_ATTENTION = define_pure(
+    OWN,
+    "FlashAttention",
+    ("q", "k", "v", "mask?"),
+    ("y", "logsumexp"),
+    attributes={"scale": None, "is_causal": 0},
+    shapes=forward_types,
+    body=_forward_body,
+    gradient=(Gradient(_gradient, reads=("q", "k", "v", "mask", "y", "logsumexp")),),
+    kernels=(
+        Kernel(lower=_lower_gpu, applies=on_gpu),
+        Kernel(lower=_lower_compiled, applies=may_compile),
+        Kernel(lower=_lower),
+    ),
+    axes=_forward_axes,
+    flops=lambda n: _flops(n, 2),
 )
-FLOPS.register(FLASH_ATTENTION, lambda n: _flops(n, 2))
 SCALAR_FACTORS.register(FLASH_ATTENTION, score_factor)
 
 FLASH_ATTENTION_GRAD = define(

@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, rank_of, type_of
 from onnxtrain.graph.verify import format_type
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.reshape.join import concatenated, split
 
@@ -93,7 +93,7 @@ def _axes(n: NodeView) -> str:
     return f"{', '.join(operands)} -> {operands[0]}"
 
 
-define_fused(
+define_pure(
     OWN,
     "RotaryEmbedding",
     ("x", "cos", "sin"),
@@ -105,7 +105,7 @@ define_fused(
     flops=lambda n: sizes.multiply(3, numel(n.x)),
     gradient=(Gradient(_gradient, reads=("x", "cos", "sin")),),
 )
-define_fused(
+define_pure(
     OWN,
     "RotaryEmbeddingGrad",
     ("dy", "cos", "sin"),

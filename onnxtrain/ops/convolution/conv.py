@@ -35,7 +35,7 @@ from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.body_parts import int64_vector, reshaped, sum_over
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, NodeView
@@ -267,7 +267,7 @@ def in_float32(lower: Callable[..., Call]) -> Kernel:
     )
 
 
-CONV = define_fused(
+CONV = define_pure(
     ONNX,
     "Conv",
     ("x", "w", "b?"),
@@ -325,7 +325,7 @@ def _lower_conv_transpose(n: NodeView, x: Any, w: Any, b: Any) -> Call:
     return Call(torch.convolution, x, w, b, strides, pads, dilations, True, _output_padding(n), n.group)
 
 
-CONV_TRANSPOSE = define_fused(
+CONV_TRANSPOSE = define_pure(
     ONNX,
     "ConvTranspose",
     ("x", "w", "b?"),
@@ -515,7 +515,7 @@ def _lower_conv_transpose_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
     return _lower_grad(n, dy, x, w, _output_padding(n), True)
 
 
-CONV_GRAD = define_fused(
+CONV_GRAD = define_pure(
     MICROSOFT,
     "ConvGrad",
     ("dy", "x", "w"),
@@ -539,7 +539,7 @@ CONV_GRAD = define_fused(
     axes=lambda n: _conv_axes(n, backward=True),
     flops=lambda n: sizes.multiply(4, sizes.dims_of(n.x)[0], product(spatial_sizes(n.dy)), product(sizes.dims_of(n.w))),
 )
-CONV_TRANSPOSE_GRAD = define_fused(
+CONV_TRANSPOSE_GRAD = define_pure(
     MICROSOFT,
     "ConvTransposeGrad",
     ("dy", "x", "w"),

@@ -21,24 +21,20 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.body_parts import promoted
-from onnxtrain.ops.constructors import define_binary, define_unary, elementwise_flops
+from onnxtrain.ops.constructors import define_binary, define_pure, define_unary, elementwise_flops
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
-    Effects,
     FromTorch,
     Gradient,
     Infix,
-    Kernel,
     NodeView,
     OpDef,
 )
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
 from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Formula, FormulaOf, affine_operands
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
-from onnxtrain.ops.registry import define
 
 Grad = ir.Value | None
 
@@ -354,23 +350,16 @@ def _sum_call(n: NodeView, terms: Sequence[Any]) -> Call:
     return total if isinstance(total, Call) else Call(torch.clone, total)
 
 
-SUM = define(
-    OpDef(
-        domain="",
-        name="Sum",
-        inputs=("terms...",),
-        outputs=("y",),
-        attributes={},
-        from_torch={},
-        shapes=broadcast_terms,
-        body=STANDARD,
-        gradient=(Gradient(lambda op, n, dy: (dy,) * len(n.terms), ()),),
-        nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=_sum_call),),
-        axes=lambda n: f"{', '.join(['...'] * len(n.terms))} -> ...",
-        effects=Effects.NONE,
-        aliases={},
-    )
+SUM = define_pure(
+    "",
+    "Sum",
+    ("terms...",),
+    ("y",),
+    shapes=broadcast_terms,
+    body=STANDARD,
+    gradient=(Gradient(lambda op, n, dy: (dy,) * len(n.terms), ()),),
+    lower=_sum_call,
+    axes=lambda n: f"{', '.join(['...'] * len(n.terms))} -> ...",
 )
 
 
@@ -406,26 +395,20 @@ def _define_ternary(
     gradient: Gradient,
     attributes: dict[str, Any] | None = None,
 ) -> OpDef:
-    op = define(
-        OpDef(
-            domain=OWN,
-            name=name,
-            inputs=inputs,
-            outputs=("y",),
-            attributes=attributes or {},
-            from_torch=dict.fromkeys(torch_names, capture),
-            shapes=_broadcast_types(*inputs),
-            body=body,
-            gradient=(gradient,),
-            nondiff_inputs=frozenset(),
-            kernels=(Kernel(lower=lower),),
-            axes=lambda n: "..., ..., ... -> ...",
-            effects=Effects.NONE,
-            aliases={},
-        )
+    return define_pure(
+        OWN,
+        name,
+        inputs,
+        ("y",),
+        attributes=attributes or {},
+        from_torch=dict.fromkeys(torch_names, capture),
+        shapes=_broadcast_types(*inputs),
+        body=body,
+        gradient=(gradient,),
+        lower=lower,
+        axes=lambda n: "..., ..., ... -> ...",
+        flops=lambda n: sizes.multiply(3, elementwise_flops(n)),
     )
-    FLOPS.register(op, lambda n: sizes.multiply(3, elementwise_flops(n)))
-    return op
 
 
 LERP = _define_ternary(

@@ -13,8 +13,8 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, is_float
 from onnxtrain.ops.body_parts import as_value, cast
-from onnxtrain.ops.constructors import define_binary
-from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, STANDARD, Call, Effects, FromTorch, Kernel, NodeView, OpDef
+from onnxtrain.ops.constructors import define_binary, define_pure
+from onnxtrain.ops.definition import STANDARD, Call, FromTorch, NodeView, OpDef
 from onnxtrain.ops.dtypes import comparison_dtype
 from onnxtrain.ops.interfaces.commutative import COMMUTATIVE
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
@@ -26,7 +26,6 @@ from onnxtrain.ops.interfaces.element_formulas import (
     FormulaOf,
     affine_operands,
 )
-from onnxtrain.ops.registry import define
 
 
 def _types(n: NodeView) -> Sequence[TensorType]:
@@ -130,23 +129,17 @@ def _define_predicate(
     def capture(op: Builder, x: ir.Value) -> Any:
         return op.op(domain, name)(_as_float(op, x))
 
-    return define(
-        OpDef(
-            domain=domain,
-            name=name,
-            inputs=("x",),
-            outputs=("y",),
-            attributes=attributes or {},
-            from_torch={torch_name: capture, **(from_torch or {})},
-            shapes=lambda n: (TensorType(ir.DataType.BOOL, sizes.dims_of(n.x)),),
-            body=body,
-            gradient=NOT_DIFFERENTIABLE,
-            nondiff_inputs=frozenset(),
-            kernels=(Kernel(lower=lower or (lambda n, x: Call(kernel, x))),),
-            axes=lambda n: "... -> ...",
-            effects=Effects.NONE,
-            aliases={},
-        )
+    return define_pure(
+        domain,
+        name,
+        ("x",),
+        ("y",),
+        attributes=attributes or {},
+        from_torch={torch_name: capture, **(from_torch or {})},
+        shapes=lambda n: (TensorType(ir.DataType.BOOL, sizes.dims_of(n.x)),),
+        body=body,
+        lower=lower or (lambda n, x: Call(kernel, x)),
+        axes=lambda n: "... -> ...",
     )
 
 

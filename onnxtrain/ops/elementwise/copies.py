@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import same_as
+from onnxtrain.ops.constructors import define_pure, same_as
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -88,30 +88,25 @@ def _cast_call(n: NodeView, x: Any) -> Method:
     return Method("clone", x) if dtype_of(n.x) == n.to else Method("to", x, dtype)
 
 
-CAST = define(
-    OpDef(
-        domain="",
-        name="Cast",
-        inputs=("x",),
-        outputs=("y",),
-        attributes={"to": REQUIRED, "saturate": 1},
-        from_torch={
-            "aten._to_copy.default": _capture_to_copy,
-            "aten.to.device": _capture_to_device,
-            **dict.fromkeys(
-                ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default"), _capture_to
-            ),
-        },
-        shapes=lambda n: (TensorType(ir.DataType(n.to), sizes.dims_of(n.x)),),
-        body=STANDARD,
-        gradient=(Gradient(lambda op, n, dy: op.Cast(dy, to=dtype_of(n.x)), ()),),
-        nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=_cast_call),),
-        axes=lambda n: "... -> ...",
-        effects=Effects.NONE,
-        aliases={},
-        preserves_elements=True,
-    )
+CAST = define_pure(
+    "",
+    "Cast",
+    ("x",),
+    ("y",),
+    attributes={"to": REQUIRED, "saturate": 1},
+    from_torch={
+        "aten._to_copy.default": _capture_to_copy,
+        "aten.to.device": _capture_to_device,
+        **dict.fromkeys(
+            ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default"), _capture_to
+        ),
+    },
+    shapes=lambda n: (TensorType(ir.DataType(n.to), sizes.dims_of(n.x)),),
+    body=STANDARD,
+    gradient=(Gradient(lambda op, n, dy: op.Cast(dy, to=dtype_of(n.x)), ()),),
+    lower=_cast_call,
+    axes=lambda n: "... -> ...",
+    preserves_elements=True,
 )
 IMAGES.register(CAST, Images(frozenset({"x", "y"})))
 

@@ -17,7 +17,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, type_of
 from onnxtrain.ops.body_parts import mul_scalar
-from onnxtrain.ops.constructors import define_by_body, define_fused, no_axes
+from onnxtrain.ops.constructors import define_by_body, define_pure, no_axes
 from onnxtrain.ops.definition import REQUIRED, Call, NodeView, numel
 
 _SCALES: dict[str, Any] = {"scale_0": REQUIRED, "scale_1": REQUIRED, "scale_2": None}
@@ -93,7 +93,7 @@ def div_backward(dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[to
     return da.sum_to_size(a.shape), (-da * (a / b)).sum_to_size(b.shape)
 
 
-define_fused(
+define_pure(
     MICROSOFT,
     "DivGrad",
     ("dy", "a", "b"),

@@ -22,11 +22,10 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, is_float
 from onnxtrain.ops.body_parts import as_value, promoted
-from onnxtrain.ops.constructors import define_unary, elementwise_on_host, same_as
+from onnxtrain.ops.constructors import define_pure, define_unary, elementwise_on_host, same_as
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
-    Effects,
     FromTorch,
     Gradient,
     Kernel,
@@ -36,7 +35,6 @@ from onnxtrain.ops.definition import (
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.elementwise.arithmetic import broadcast_terms, number_of
 from onnxtrain.ops.interfaces.cpp import CPP, Elementwise
-from onnxtrain.ops.registry import define
 
 Grad = ir.Value | None
 
@@ -62,30 +60,25 @@ def _where_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad,
     return None, da, op.Where(n.condition, zero, dy) if n.wants("b") else None
 
 
-WHERE = define(
-    OpDef(
-        domain="",
-        name="Where",
-        inputs=("condition", "a", "b"),
-        outputs=("y",),
-        attributes={},
-        from_torch={
-            "aten.where.self": _capture_where,
-            "aten.where.ScalarOther": _capture_where,
-            "aten.where.ScalarSelf": _capture_where,
-            "aten.where.Scalar": _capture_where,
-            "aten.masked_fill.Scalar": _capture_masked_fill,
-            "aten.masked_fill.Tensor": _capture_masked_fill,
-        },
-        shapes=lambda n: (TensorType(dtype_of(n.a), sizes.broadcast(*map(sizes.dims_of, (n.condition, n.a, n.b)))),),
-        body=STANDARD,
-        gradient=(Gradient(_where_gradient, ("condition",)),),
-        nondiff_inputs=frozenset({"condition"}),
-        kernels=(Kernel(lower=lambda n, condition, a, b: Call(torch.where, condition, a, b)),),
-        axes=lambda n: "..., ..., ... -> ...",
-        effects=Effects.NONE,
-        aliases={},
-    )
+WHERE = define_pure(
+    "",
+    "Where",
+    ("condition", "a", "b"),
+    ("y",),
+    from_torch={
+        "aten.where.self": _capture_where,
+        "aten.where.ScalarOther": _capture_where,
+        "aten.where.ScalarSelf": _capture_where,
+        "aten.where.Scalar": _capture_where,
+        "aten.masked_fill.Scalar": _capture_masked_fill,
+        "aten.masked_fill.Tensor": _capture_masked_fill,
+    },
+    shapes=lambda n: (TensorType(dtype_of(n.a), sizes.broadcast(*map(sizes.dims_of, (n.condition, n.a, n.b)))),),
+    body=STANDARD,
+    gradient=(Gradient(_where_gradient, ("condition",)),),
+    nondiff_inputs=frozenset({"condition"}),
+    lower=lambda n, condition, a, b: Call(torch.where, condition, a, b),
+    axes=lambda n: "..., ..., ... -> ...",
 )
 CPP.register(WHERE, Elementwise("{0} ? {1} : {2}"))
 
@@ -149,26 +142,18 @@ def _define_extreme(name: str, torch_name: str, kernel: Callable[[Any, Any], Any
     def lower(n: NodeView, terms: Sequence[Any]) -> Call:
         return functools.reduce(lambda a, b: Call(kernel, a, b), terms) if len(terms) > 1 else Call(torch.clone, *terms)
 
-    op = define(
-        OpDef(
-            domain="",
-            name=name,
-            inputs=("terms...",),
-            outputs=("y",),
-            attributes={},
-            from_torch=dict.fromkeys(
-                (f"aten.{torch_name}.default", f"aten.{name.lower()}.other"), _capture_extreme(name)
-            ),
-            shapes=broadcast_terms,
-            body=STANDARD,
-            gradient=(Gradient(_extreme_gradient(name), ("terms",)),),
-            nondiff_inputs=frozenset(),
-            kernels=(Kernel(lower=lower),),
-            axes=lambda n: f"{', '.join(['...'] * len(n.terms))} -> ...",
-            effects=Effects.NONE,
-            aliases={},
-            host_eval=_on_host(name),
-        )
+    op = define_pure(
+        "",
+        name,
+        ("terms...",),
+        ("y",),
+        from_torch=dict.fromkeys((f"aten.{torch_name}.default", f"aten.{name.lower()}.other"), _capture_extreme(name)),
+        shapes=broadcast_terms,
+        body=STANDARD,
+        gradient=(Gradient(_extreme_gradient(name), ("terms",)),),
+        lower=lower,
+        axes=lambda n: f"{', '.join(['...'] * len(n.terms))} -> ...",
+        host_eval=_on_host(name),
     )
     CPP.register(op, Elementwise(f"{{0}} {symbol} {{1}} || {{0}} != {{0}} ? {{0}} : {{1}}"))  # of two terms
     return op
@@ -246,51 +231,40 @@ def _clamp_axes(n: NodeView) -> str:
     return f"{', '.join('-' if v is None else '...' for v in n.node.inputs)} -> ..."
 
 
-CLIP = define(
-    OpDef(
-        domain="",
-        name="Clip",
-        inputs=("x", "min?", "max?"),
-        outputs=("y",),
-        attributes={},
-        from_torch={
-            "aten.clamp.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
-            "aten.clip.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
-            "aten.clamp_min.default": lambda op, x, min: _capture_clamp(op, x, min, None),
-            "aten.clamp_max.default": lambda op, x, max: _capture_clamp(op, x, None, max),
-        },
-        shapes=same_as("x"),
-        body=STANDARD,
-        gradient=(Gradient(_clip_gradient, ("x", "min", "max")),),
-        nondiff_inputs=frozenset({"min", "max"}),
-        kernels=(Kernel(lower=_clip_call, accepts_scalars=True),),
-        axes=_clamp_axes,
-        effects=Effects.NONE,
-        aliases={},
-    )
+CLIP = define_pure(
+    "",
+    "Clip",
+    ("x", "min?", "max?"),
+    ("y",),
+    from_torch={
+        "aten.clamp.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+        "aten.clip.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+        "aten.clamp_min.default": lambda op, x, min: _capture_clamp(op, x, min, None),
+        "aten.clamp_max.default": lambda op, x, max: _capture_clamp(op, x, None, max),
+    },
+    shapes=same_as("x"),
+    body=STANDARD,
+    gradient=(Gradient(_clip_gradient, ("x", "min", "max")),),
+    nondiff_inputs=frozenset({"min", "max"}),
+    kernels=(Kernel(lower=_clip_call, accepts_scalars=True),),
+    axes=_clamp_axes,
 )
-CLAMP = define(
-    OpDef(
-        domain=OWN,
-        name="Clamp",
-        inputs=("x", "min?", "max?"),
-        outputs=("y",),
-        attributes={},
-        from_torch={
-            "aten.clamp.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
-            "aten.clip.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
-            "aten.clamp_min.Tensor": lambda op, x, min: _capture_clamp(op, x, min, None),
-            "aten.clamp_max.Tensor": lambda op, x, max: _capture_clamp(op, x, None, max),
-        },
-        shapes=_clamp_types,
-        body=_clamp_body,
-        gradient=(Gradient(_clamp_gradient, ("x", "min", "max")),),
-        nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=lambda n, x, low, high: Call(torch.clamp, x, low, high)),),
-        axes=_clamp_axes,
-        effects=Effects.NONE,
-        aliases={},
-    )
+CLAMP = define_pure(
+    OWN,
+    "Clamp",
+    ("x", "min?", "max?"),
+    ("y",),
+    from_torch={
+        "aten.clamp.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+        "aten.clip.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+        "aten.clamp_min.Tensor": lambda op, x, min: _capture_clamp(op, x, min, None),
+        "aten.clamp_max.Tensor": lambda op, x, max: _capture_clamp(op, x, None, max),
+    },
+    shapes=_clamp_types,
+    body=_clamp_body,
+    gradient=(Gradient(_clamp_gradient, ("x", "min", "max")),),
+    lower=lambda n, x, low, high: Call(torch.clamp, x, low, high),
+    axes=_clamp_axes,
 )
 
 

@@ -13,7 +13,7 @@ import torch
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import define_fused, same_as
+from onnxtrain.ops.constructors import define_pure, same_as
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
 from onnxtrain.ops.reshape.dims import expanded
 from onnxtrain.ops.reshape.movement import checked_axis
@@ -44,7 +44,7 @@ def _axes(n: NodeView) -> str:
     return f"{names}, {names} -> {names}"
 
 
-define_fused(
+define_pure(
     OWN,
     "Cross",
     ("a", "b"),

@@ -30,7 +30,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.body_parts import add_scalar, cast, int64_vector, mul_scalar, reshaped, sum_over
-from onnxtrain.ops.constructors import define_by_body, define_fused, no_axes
+from onnxtrain.ops.constructors import define_by_body, define_pure, no_axes
 from onnxtrain.ops.definition import STANDARD, Call, FromTorch, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, output_mask
@@ -87,7 +87,7 @@ _FROM_TORCH: dict[str, FromTorch] = dict.fromkeys(
     ("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default"), _capture
 )
 
-define_fused(
+define_pure(
     ONNX,
     "GridSample",
     ("x", "grid"),
@@ -250,7 +250,7 @@ def _lower_grad(n: NodeView, dy: Any, x: Any, grid: Any) -> Call:
     return Call(kernel.default, dy, x, grid, *_aten_arguments(n), as_bools(n.output_mask))
 
 
-define_fused(
+define_pure(
     OWN,
     "GridSampleGrad",
     ("dy", "x", "grid"),

@@ -36,7 +36,7 @@ from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import add_scalar, cast, mul_scalar, reshaped
-from onnxtrain.ops.constructors import define_fused, define_unary
+from onnxtrain.ops.constructors import define_pure, define_unary
 from onnxtrain.ops.definition import REQUIRED, Call, FromTorch, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.sliding_windows import spatial_axes, spatial_sizes
@@ -299,7 +299,7 @@ def _from_torch() -> dict[str, FromTorch]:
     return captures
 
 
-define_fused(
+define_pure(
     OWN,
     "Interpolate",
     ("x", "size"),
@@ -315,7 +315,7 @@ define_fused(
     axes=lambda n: f"n c {spatial_axes('d', n.x)}, [s] -> n c {spatial_axes('e', n.x)}",
     flops=lambda n: sizes.multiply(4, numel(n.node.outputs[0])),
 )
-define_fused(
+define_pure(
     OWN,
     "InterpolateGrad",
     ("dy", "shape"),

@@ -26,7 +26,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, constant_of, dtype_of, normalize_axis
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import always, define_fused
+from onnxtrain.ops.constructors import always, define_pure
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.reshape.dims import unsqueezed
@@ -371,7 +371,7 @@ def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
     return [dx, None, None, None][: len(n.node.inputs)]
 
 
-define_fused(
+define_pure(
     ONNX,
     "Resize",
     ("x", "roi?", "scales?", "sizes?"),
@@ -387,7 +387,7 @@ define_fused(
     axes=lambda n: NO_AXES,
     flops=lambda n: sizes.multiply(4, numel(n.node.outputs[0])),
 )
-define_fused(
+define_pure(
     MICROSOFT,
     "ResizeGrad",
     ("dy", "shape", "roi?", "scales?", "sizes?"),

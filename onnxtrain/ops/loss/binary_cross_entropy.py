@@ -22,7 +22,7 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.loss.reduction import REDUCTIONS, aten_reduction, reduced, unreduced
@@ -116,7 +116,7 @@ def _capture_probability(op: Builder, x: ir.Value, target: ir.Value, weight: Any
     return op.own.BinaryCrossEntropy(x, target, weight, reduction=REDUCTIONS[reduction])
 
 
-define_fused(
+define_pure(
     OWN,
     "BinaryCrossEntropy",
     ("x", "target", "weight?"),
@@ -144,7 +144,7 @@ def _probability_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return cast(op, op.Mul(slope, unreduced(op, dy, x, n.reduction)), dtype_of(n.x))
 
 
-define_fused(
+define_pure(
     OWN,
     "BinaryCrossEntropyGrad",
     ("dy", "x", "target", "weight?"),
@@ -201,7 +201,7 @@ def _capture_logits(
     return op.own.BinaryCrossEntropyWithLogits(x, target, weight, pos_weight, reduction=REDUCTIONS[reduction])
 
 
-define_fused(
+define_pure(
     OWN,
     "BinaryCrossEntropyWithLogits",
     ("x", "target", "weight?", "pos_weight?"),
@@ -244,7 +244,7 @@ def _logits_grad_body(op: Builder, n: NodeView) -> ir.Value:
     return cast(op, dx, dtype_of(n.x))
 
 
-define_fused(
+define_pure(
     OWN,
     "BinaryCrossEntropyWithLogitsGrad",
     ("dy", "x", "target", "weight?", "pos_weight?"),

@@ -23,7 +23,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, OWN, TensorType, dtype_of, is_float, rank_of, type_of
 from onnxtrain.ops.body_parts import cast, int64_vector, mul_scalar, reshaped, sum_over
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.gradient_masks import first_cotangent
@@ -327,7 +327,7 @@ def _with_probabilities(
     return loss
 
 
-CROSS_ENTROPY = define_fused(
+CROSS_ENTROPY = define_pure(
     MICROSOFT,
     "SoftmaxCrossEntropyLossInternal",
     ("scores", "labels", "weights?", "ignore_index?"),
@@ -381,7 +381,7 @@ def _grad_axes(n: NodeView) -> str:
     return axis_map(n, (loss_axes(n, labels), scores, labels, "[c]", "", scores, ""), (scores,))
 
 
-define_fused(
+define_pure(
     MICROSOFT,
     "SoftmaxCrossEntropyLossInternalGrad",
     ("dy", "log_prob", "labels", "weights?", "ignore_index?", "bias?", "total_weight"),
@@ -441,7 +441,7 @@ def _capture_nll(
     return reshaped(op, loss, ()) if unbatched else loss
 
 
-NEGATIVE_LOG_LIKELIHOOD = define_fused(
+NEGATIVE_LOG_LIKELIHOOD = define_pure(
     MICROSOFT,
     "NegativeLogLikelihoodLossInternal2",
     ("log_prob", "labels", "weights?", "ignore_index?"),
@@ -476,7 +476,7 @@ def _nll_grad_axes(n: NodeView) -> str:
     return axis_map(n, (loss_axes(n, labels), scores, labels, "[c]", "", ""), (scores,))
 
 
-define_fused(
+define_pure(
     OWN,
     "NegativeLogLikelihoodLossGrad",
     ("dy", "log_prob", "labels", "weights?", "ignore_index?", "total_weight"),

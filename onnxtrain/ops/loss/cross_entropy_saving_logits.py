@@ -27,7 +27,7 @@ from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
 from onnxtrain.native import Library, pointers, read_sources
 from onnxtrain.ops import huge_pages
 from onnxtrain.ops.body_parts import int64_vector, sum_over
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.gradient_masks import first_cotangent
 from onnxtrain.ops.loss.cross_entropy import (
@@ -222,7 +222,7 @@ def _lower_compiled(
     return Call(compiled_loss, scores, labels, weights, aten_reduction(n.reduction), aten_ignore_index(ignore_index))
 
 
-define_fused(
+define_pure(
     OWN,
     "CrossEntropy",
     ("scores", "labels", "weights?", "ignore_index?"),
@@ -270,7 +270,7 @@ def _lower_grad_compiled(n: NodeView, *operands: Tensor) -> Call:
     return Call(compiled_gradient, *_grad_arguments(n, *operands))
 
 
-define_fused(
+define_pure(
     OWN,
     "CrossEntropyGrad",
     ("dy", "scores", "peak", "log_sum", "labels", "weights?", "ignore_index?", "total_weight"),

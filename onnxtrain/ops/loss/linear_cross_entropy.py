@@ -28,7 +28,7 @@ from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, type_of
 from onnxtrain.ops.body_parts import cast, sum_over
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.cost_model import Shapes, expected_seconds
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView
 from onnxtrain.ops.dtypes import TORCH_DTYPES
@@ -337,7 +337,7 @@ def _gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> list[ir
 _OPERANDS = ("x", "w", "b?", "labels", "weights?")
 _ATTRIBUTES: dict[str, Any] = {"reduction": "mean", "ignore_index": None, "output_type": None}
 
-LINEAR_CROSS_ENTROPY = define_fused(
+LINEAR_CROSS_ENTROPY = define_pure(
     OWN,
     "LinearCrossEntropy",
     _OPERANDS,
@@ -354,7 +354,7 @@ LINEAR_CROSS_ENTROPY = define_fused(
     flops=_flops(_forward_gemms),
     count_outputs=lambda inputs, attributes: 4 if any(attributes.get("gradients", ())) else 1,
 )
-LINEAR_CROSS_ENTROPY_GRAD = define_fused(
+LINEAR_CROSS_ENTROPY_GRAD = define_pure(
     OWN,
     "LinearCrossEntropyGrad",
     ("dy", *_OPERANDS),

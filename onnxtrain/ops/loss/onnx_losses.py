@@ -25,7 +25,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, type_of
 from onnxtrain.ops.body_parts import cast, int64_vector, sum_over
-from onnxtrain.ops.constructors import define_by_body, define_fused, never, no_axes
+from onnxtrain.ops.constructors import define_by_body, define_pure, never, no_axes
 from onnxtrain.ops.definition import Call, NodeView, numel
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.loss.reduction import aten_reduction
@@ -171,7 +171,7 @@ def cross_entropy_grad(
     return dx.scatter_add_(1, (labels * counted).unsqueeze(1), -weighted).reshape(log_prob.shape)
 
 
-define_fused(
+define_pure(
     MICROSOFT,
     "SoftmaxCrossEntropyLossGrad",
     ("dy", "log_prob", "labels", "weights?"),
@@ -307,7 +307,7 @@ def labels_loss_grad(dy: Tensor, log_prob: Tensor, labels: Tensor, weights: Tens
     return dx.scatter_add_(-1, labels.long().unsqueeze(-1), -scale)
 
 
-define_fused(
+define_pure(
     MICROSOFT,
     "SoftmaxCrossEntropyGrad",
     ("dy", "log_prob", "shares"),
@@ -319,7 +319,7 @@ define_fused(
     axes=no_axes,
     flops=lambda n: sizes.multiply(4, numel(n.log_prob)),
 )
-define_fused(
+define_pure(
     MICROSOFT,
     "SparseSoftmaxCrossEntropyGrad",
     ("dy", "log_prob", "labels", "weights?"),

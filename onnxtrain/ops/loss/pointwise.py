@@ -27,7 +27,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.body_parts import add_scalar, cast, mul_scalar, promoted
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import Call, FromTorch, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.loss.reduction import REDUCTIONS, aten_reduction, reduced, unreduced
@@ -146,7 +146,7 @@ def _define_symmetric(
             grad(dy, n.target, n.x, **attribute_values) if n.wants("target") else None,
         ]
 
-    define_fused(
+    define_pure(
         OWN,
         name,
         ("x", "target"),
@@ -160,7 +160,7 @@ def _define_symmetric(
         axes=_loss_axes,
         flops=lambda n: sizes.multiply(flops, numel(n.x)),
     )
-    define_fused(
+    define_pure(
         OWN,
         f"{name}Grad",
         ("dy", "x", "target"),
@@ -265,7 +265,7 @@ def _soft_margin_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Val
     return [op.own.SoftMarginLossGrad(dy, n.x, n.target, reduction=n.reduction), None]
 
 
-define_fused(
+define_pure(
     OWN,
     "SoftMarginLoss",
     ("x", "target"),
@@ -280,7 +280,7 @@ define_fused(
     axes=_loss_axes,
     flops=lambda n: sizes.multiply(4, numel(n.x)),
 )
-define_fused(
+define_pure(
     OWN,
     "SoftMarginLossGrad",
     ("dy", "x", "target"),
@@ -318,7 +318,7 @@ def _kl_div_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | 
     return [dx, op.Mul(dy, slope)]
 
 
-define_fused(
+define_pure(
     OWN,
     "KlDivLoss",
     ("x", "target"),

@@ -21,10 +21,9 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Effects, Gradient, Kernel, NodeView, OpDef
-from onnxtrain.ops.interfaces.cost import FLOPS
+from onnxtrain.ops.constructors import define_pure
+from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Gradient, NodeView
 from onnxtrain.ops.matmul import constant_axes, restrict_to_matmul_dtypes
-from onnxtrain.ops.registry import define
 
 _LETTERS = string.ascii_lowercase + string.ascii_uppercase
 
@@ -179,27 +178,22 @@ def _capture_bilinear(op: Builder, a: ir.Value, b: ir.Value, weight: ir.Value, b
     return y if bias is None else op.Add(y, bias)
 
 
-EINSUM = define(
-    OpDef(
-        domain=ONNX,
-        name="Einsum",
-        inputs=("xs...",),
-        outputs=("y",),
-        attributes={"equation": REQUIRED},
-        from_torch={
-            "aten.einsum.default": restrict_to_matmul_dtypes(_capture_einsum),
-            "aten.tensordot.default": restrict_to_matmul_dtypes(_capture_tensordot),
-            "aten.inner.default": restrict_to_matmul_dtypes(_capture_inner),
-            "aten.bilinear.default": restrict_to_matmul_dtypes(_capture_bilinear),
-        },
-        shapes=_type,
-        body=STANDARD,
-        gradient=(Gradient(_gradient, reads=("xs",)),),
-        nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=_call),),
-        axes=_axes,
-        effects=Effects.NONE,
-        aliases={},
-    )
+EINSUM = define_pure(
+    ONNX,
+    "Einsum",
+    ("xs...",),
+    ("y",),
+    attributes={"equation": REQUIRED},
+    from_torch={
+        "aten.einsum.default": restrict_to_matmul_dtypes(_capture_einsum),
+        "aten.tensordot.default": restrict_to_matmul_dtypes(_capture_tensordot),
+        "aten.inner.default": restrict_to_matmul_dtypes(_capture_inner),
+        "aten.bilinear.default": restrict_to_matmul_dtypes(_capture_bilinear),
+    },
+    shapes=_type,
+    body=STANDARD,
+    gradient=(Gradient(_gradient, reads=("xs",)),),
+    lower=_call,
+    axes=_axes,
+    flops=lambda n: sizes.multiply(2, *_sizes_by_letter(n).values()),
 )
-FLOPS.register(EINSUM, lambda n: sizes.multiply(2, *_sizes_by_letter(n).values()))

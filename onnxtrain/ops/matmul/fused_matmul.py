@@ -14,16 +14,13 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import with_attributes
-from onnxtrain.ops.constructors import define_by_body
+from onnxtrain.ops.constructors import define_by_body, define_pure
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     Call,
-    Effects,
     Gradient,
     NodeView,
-    OpDef,
 )
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
 from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
@@ -38,7 +35,6 @@ from onnxtrain.ops.matmul.rules import (
     takes_factor,
     transposed_operand,
 )
-from onnxtrain.ops.registry import define
 from onnxtrain.ops.reshape.dims import inverse, transposed
 
 # transBatchA and transBatchB move the first axis behind the batch axes, before transA and transB apply.
@@ -138,25 +134,19 @@ def _scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value] | Non
     return with_attributes(op, n, alpha=alpha) if takes_factor(dtype_of(n.a), alpha) else None
 
 
-FUSED_MATMUL = define(
-    OpDef(
-        domain=MICROSOFT,
-        name="FusedMatMul",
-        inputs=("a", "b"),
-        outputs=("y",),
-        attributes={"alpha": 1.0, "transA": 0, "transB": 0, "transBatchA": 0, "transBatchB": 0},
-        from_torch={},
-        shapes=_fused_type,
-        body=_fused_body,
-        gradient=(Gradient(_fused_gradient, reads=("a", "b")),),
-        nondiff_inputs=frozenset(),
-        kernels=matmul_kernels(_fused_call, _fused_operands, _fused_dims),
-        axes=_fused_axes,
-        effects=Effects.NONE,
-        aliases={},
-    )
+FUSED_MATMUL = define_pure(
+    MICROSOFT,
+    "FusedMatMul",
+    ("a", "b"),
+    ("y",),
+    attributes={"alpha": 1.0, "transA": 0, "transB": 0, "transBatchA": 0, "transBatchB": 0},
+    shapes=_fused_type,
+    body=_fused_body,
+    gradient=(Gradient(_fused_gradient, reads=("a", "b")),),
+    kernels=matmul_kernels(_fused_call, _fused_operands, _fused_dims),
+    axes=_fused_axes,
+    flops=lambda n: matmul_flops(n.y, _fused_shapes(n)[0][-1]),
 )
-FLOPS.register(FUSED_MATMUL, lambda n: matmul_flops(n.y, _fused_shapes(n)[0][-1]))
 
 
 @STOCK_KERNELS.implements(FUSED_MATMUL)

@@ -12,16 +12,14 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
-    Effects,
     Gradient,
     NodeView,
-    OpDef,
 )
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
     INTEGERS,
@@ -36,7 +34,6 @@ from onnxtrain.ops.matmul.rules import (
     scaled_sum,
     transposed_operand,
 )
-from onnxtrain.ops.registry import define
 
 # Gemm
 
@@ -101,22 +98,17 @@ def _capture_addmm(op: Builder, c: ir.Value, a: ir.Value, b: ir.Value, *, beta: 
     return op.Gemm(a, b, alpha=attributes["alpha"]) if beta == 0 else op.Gemm(a, b, c, **attributes)
 
 
-GEMM = define(
-    OpDef(
-        domain=ONNX,
-        name="Gemm",
-        inputs=("a", "b", "c?"),
-        outputs=("y",),
-        attributes={"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0},
-        from_torch={"aten.addmm.default": restrict_to_matmul_dtypes(_capture_addmm)},
-        shapes=_gemm_type,
-        body=STANDARD,
-        gradient=(Gradient(_gemm_gradient, reads=("a", "b")),),
-        nondiff_inputs=frozenset(),
-        kernels=matmul_kernels(_gemm_call, _gemm_operands, _gemm_dims),
-        axes=_gemm_axes,
-        effects=Effects.NONE,
-        aliases={},
-    )
+GEMM = define_pure(
+    ONNX,
+    "Gemm",
+    ("a", "b", "c?"),
+    ("y",),
+    attributes={"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0},
+    from_torch={"aten.addmm.default": restrict_to_matmul_dtypes(_capture_addmm)},
+    shapes=_gemm_type,
+    body=STANDARD,
+    gradient=(Gradient(_gemm_gradient, reads=("a", "b")),),
+    kernels=matmul_kernels(_gemm_call, _gemm_operands, _gemm_dims),
+    axes=_gemm_axes,
+    flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[0 if n.transA else 1]),
 )
-FLOPS.register(GEMM, lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[0 if n.transA else 1]))

@@ -12,15 +12,13 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import (
     Call,
-    Effects,
     Gradient,
     NodeView,
-    OpDef,
 )
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.ops.matmul.candidates import GemmDims, GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
@@ -33,7 +31,6 @@ from onnxtrain.ops.matmul.rules import (
     rows_times_matrix,
     transposed_operand,
 )
-from onnxtrain.ops.registry import define
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
@@ -97,23 +94,17 @@ def _capture_linear(op: Builder, x: ir.Value, w: ir.Value, b: ir.Value | None = 
     return y if b is None else op.Add(y, b)
 
 
-LINEAR = define(
-    OpDef(
-        domain=OWN,
-        name="Linear",
-        inputs=("x", "w", "b?"),
-        outputs=("y",),
-        attributes={},
-        from_torch={"aten.linear.default": restrict_to_matmul_dtypes(_capture_linear)},
-        shapes=_linear_type,
-        body=_linear_body,
-        gradient=(Gradient(_linear_gradient, reads=("x", "w")),),
-        nondiff_inputs=frozenset(),
-        kernels=matmul_kernels(_linear_call, _linear_operands, _linear_dims),
-        axes=lambda n: f"... k, n k{', n' * (n.b is not None)} -> ... n",
-        effects=Effects.NONE,
-        aliases={},
-    )
+LINEAR = define_pure(
+    OWN,
+    "Linear",
+    ("x", "w", "b?"),
+    ("y",),
+    from_torch={"aten.linear.default": restrict_to_matmul_dtypes(_capture_linear)},
+    shapes=_linear_type,
+    body=_linear_body,
+    gradient=(Gradient(_linear_gradient, reads=("x", "w")),),
+    kernels=matmul_kernels(_linear_call, _linear_operands, _linear_dims),
+    axes=lambda n: f"... k, n k{', n' * (n.b is not None)} -> ... n",
+    flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.x)[-1]),
 )
-FLOPS.register(LINEAR, lambda n: matmul_flops(n.y, sizes.dims_of(n.x)[-1]))
 SCALAR_FACTORS.register(LINEAR, lambda n: ScalarFactor(frozenset({"x"}), True, None) if n.b is None else None)

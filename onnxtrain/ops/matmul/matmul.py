@@ -11,17 +11,15 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import promoted
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import (
     STANDARD,
     Call,
-    Effects,
     FromTorch,
     Gradient,
     NodeView,
-    OpDef,
     numel,
 )
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.ops.matmul.candidates import GemmOperands, gemm_dims, matmul_kernels
 from onnxtrain.ops.matmul.rules import (
@@ -39,7 +37,6 @@ from onnxtrain.ops.matmul.rules import (
     scaled_sum,
     takes_factor,
 )
-from onnxtrain.ops.registry import define
 
 
 def _matmul_type(n: NodeView) -> Sequence[TensorType]:
@@ -159,23 +156,17 @@ def _scaled(op: Builder, n: NodeView, number: float) -> Sequence[ir.Value] | Non
     return (build_matmul(op, n.a, n.b, 0, 0, number),) if takes_factor(dtype_of(n.a), number) else None
 
 
-MATMUL = define(
-    OpDef(
-        domain=ONNX,
-        name="MatMul",
-        inputs=("a", "b"),
-        outputs=("y",),
-        attributes={},
-        from_torch={name: restrict_to_matmul_dtypes(convert) for name, convert in _MATMUL_CAPTURES.items()},
-        shapes=_matmul_type,
-        body=STANDARD,
-        gradient=(Gradient(_matmul_gradient, reads=("a", "b")),),
-        nondiff_inputs=frozenset(),
-        kernels=matmul_kernels(_call, _operands, lambda n, shapes: gemm_dims(shapes[0], shapes[1])),
-        axes=_matmul_axes,
-        effects=Effects.NONE,
-        aliases={},
-    )
+MATMUL = define_pure(
+    ONNX,
+    "MatMul",
+    ("a", "b"),
+    ("y",),
+    from_torch={name: restrict_to_matmul_dtypes(convert) for name, convert in _MATMUL_CAPTURES.items()},
+    shapes=_matmul_type,
+    body=STANDARD,
+    gradient=(Gradient(_matmul_gradient, reads=("a", "b")),),
+    kernels=matmul_kernels(_call, _operands, lambda n, shapes: gemm_dims(shapes[0], shapes[1])),
+    axes=_matmul_axes,
+    flops=lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[-1]),
 )
-FLOPS.register(MATMUL, lambda n: matmul_flops(n.y, sizes.dims_of(n.a)[-1]))
 SCALAR_FACTORS.register(MATMUL, _factor)

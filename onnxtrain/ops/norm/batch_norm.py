@@ -30,7 +30,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.activation.rectified import RELU
 from onnxtrain.ops.body_parts import add_scalar, cast, count_over, mean_over, mul_scalar, reshaped, sum_over
-from onnxtrain.ops.constructors import define_fused, with_addend
+from onnxtrain.ops.constructors import define_pure, with_addend
 from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
@@ -284,7 +284,7 @@ def _repeat(op: Builder, vector: ir.Value, batch: sizes.Size, channels: sizes.Si
     return reshaped(op, op.Expand(vector, op.sizes([batch, channels])), [sizes.multiply(batch, channels)])
 
 
-BATCH_NORM_INTERNAL = define_fused(
+BATCH_NORM_INTERNAL = define_pure(
     MICROSOFT,
     "BatchNormInternal",
     ("x", "scale?", "b?", "input_mean?", "input_var?", "residual?"),
@@ -367,7 +367,7 @@ def _define_grad(
 
     image_axes = {"dy": "X", "x": "X", "y": "X", "added": "X", "dx": "X", "dresidual": "X"}
     sides = (" ".join(image_axes.get(v.rstrip("?"), "C") for v in side) for side in (inputs, outputs))
-    op = define_fused(
+    op = define_pure(
         domain,
         name,
         inputs,
@@ -429,7 +429,7 @@ def _inference_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Grads:
     return apply_output_mask(grads, mask, n)
 
 
-BATCH_NORMALIZATION = define_fused(
+BATCH_NORMALIZATION = define_pure(
     ONNX,
     "BatchNormalization",
     ("x", "scale", "b", "input_mean", "input_var"),

@@ -23,7 +23,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.body_parts import add_scalar, cast, int64_vector, mean_over, reshaped, sum_over
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
@@ -153,7 +153,7 @@ def _capture_native(
     return y, *(cast(op, v, t.dtype) for v, t in zip(statistics, op.out[1:], strict=True))
 
 
-define_fused(
+define_pure(
     OWN,
     "GroupNormalization",
     ("x", "scale?", "b?"),
@@ -184,7 +184,7 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return dx, *sums
 
 
-define_fused(
+define_pure(
     OWN,
     "GroupNormalizationGrad",
     ("dy", "x", "scale?", "mean", "inv_std"),

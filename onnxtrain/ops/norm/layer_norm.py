@@ -30,7 +30,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.body_parts import add_scalar, cast, mean_over, sum_over
-from onnxtrain.ops.constructors import define_fused, with_addend
+from onnxtrain.ops.constructors import define_pure, with_addend
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES, accumulation_dtype
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
@@ -187,7 +187,7 @@ def _capture_layer_norm(
     return outputs if outputs is NotImplemented else outputs[0]
 
 
-LAYER_NORM = define_fused(
+LAYER_NORM = define_pure(
     ONNX,
     "LayerNormalization",
     ("x", "scale", "b?"),
@@ -204,7 +204,7 @@ LAYER_NORM = define_fused(
     axes=_norm_axes("X, H, H -> X, S, S"),
     flops=_flops(8),
 )
-OWN_LAYER_NORM = define_fused(
+OWN_LAYER_NORM = define_pure(
     OWN,
     "LayerNormalization",
     ("x", "scale?", "b?"),
@@ -258,7 +258,7 @@ def _lower_layer_norm_grad(n: NodeView, dy: Any, x: Any, scale: Any, mean: Any, 
     return Call(aten.native_layer_norm_backward.default, dy, x, shape, mean, inv_std, scale, b, mask)
 
 
-LAYER_NORM_GRAD = define_fused(
+LAYER_NORM_GRAD = define_pure(
     MICROSOFT,
     "LayerNormalizationGrad",
     ("dy", "x", "scale?", "mean", "inv_std"),
@@ -316,7 +316,7 @@ def _same_dtype_on_cuda(n: NodeView, device: str) -> bool:
     return device == "cuda" and (n.scale is None or dtype_of(n.scale) == dtype_of(n.x))
 
 
-RMS_NORM = define_fused(
+RMS_NORM = define_pure(
     MICROSOFT,
     "SimplifiedLayerNormalization",
     ("x", "scale?"),
@@ -364,7 +364,7 @@ def _rms_norm_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return dx if n.added is None else op.Add(dx, n.added), cast(op, dscale, _parameter(n).dtype)
 
 
-RMS_NORM_GRAD = define_fused(
+RMS_NORM_GRAD = define_pure(
     MICROSOFT,
     "SimplifiedLayerNormalizationGrad",
     ("dy", "x", "scale?", "inv_std", "added?"),

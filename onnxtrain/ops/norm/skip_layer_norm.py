@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.body_parts import cast, reshaped
-from onnxtrain.ops.constructors import define_by_body, define_fused
+from onnxtrain.ops.constructors import define_by_body, define_pure
 from onnxtrain.ops.definition import Call, NodeView, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.norm import rms_norm_kernels
@@ -147,7 +147,7 @@ def _grad_axes(n: NodeView) -> str:
     return f"{x}, {x}, {h}, {h}, {s} -> {x}, {h}, {h}"
 
 
-define_fused(
+define_pure(
     MICROSOFT,
     "InvertibleLayerNormalizationGrad",
     ("dy", "y", "scale", "b", "inv_std"),

@@ -20,7 +20,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.body_parts import cast, sum_over
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
 from onnxtrain.ops.gradient_masks import apply_output_mask, first_cotangent
@@ -98,7 +98,7 @@ def _capture(op: Builder, v: ir.Value, g: ir.Value, dim: int = 0) -> Any:
     return op.own.WeightNorm(v, g, dim=dim)[0]
 
 
-define_fused(
+define_pure(
     OWN,
     "WeightNorm",
     ("v", "g"),
@@ -137,7 +137,7 @@ def _grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return cast(op, dv, dtype_of(n.v)), cast(op, dg, dtype_of(n.g))
 
 
-define_fused(
+define_pure(
     OWN,
     "WeightNormGrad",
     ("dw", "v", "g", "norm"),

@@ -23,7 +23,7 @@ from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import int64_vector, reshaped
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.pool.window import add_batch_axis, input_shape, max_pool_grad_body, remove_batch_axis, unread_input
 from onnxtrain.ops.sliding_windows import product, sizes_per_axis, spatial_axes, spatial_sizes
@@ -122,7 +122,7 @@ def _capture_average(count: int) -> Any:
     return capture
 
 
-define_fused(
+define_pure(
     OWN,
     "AdaptiveAveragePool",
     ("x", "size"),
@@ -164,7 +164,7 @@ def adaptive_average_backward(dy: Tensor, shape: Sequence[int]) -> Tensor:
     return kernel(dy, unread_input(dy, shape, dy.dtype))
 
 
-define_fused(
+define_pure(
     OWN,
     "AdaptiveAveragePoolGrad",
     ("dy", "shape"),
@@ -225,7 +225,7 @@ def _capture_max(count: int) -> Any:
     return capture
 
 
-define_fused(
+define_pure(
     OWN,
     "AdaptiveMaxPool",
     ("x", "size"),
@@ -250,7 +250,7 @@ def adaptive_max_backward(dy: Tensor, indices: Tensor, shape: Sequence[int]) -> 
     return kernel.default(dy, unread_input(indices, shape, dy.dtype), indices)  # type: ignore[no-any-return]
 
 
-define_fused(
+define_pure(
     OWN,
     "AdaptiveMaxPoolGrad",
     ("dy", "indices", "shape"),

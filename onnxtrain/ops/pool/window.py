@@ -26,7 +26,7 @@ from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import int64_vector, mul_scalar, reshaped
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import REQUIRED, STANDARD, Call, Gradient, NodeView, numel
 from onnxtrain.ops.elementwise.arithmetic import MOD
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
@@ -188,7 +188,7 @@ def _capture_max(count: int, with_indices: bool) -> Any:
     return capture
 
 
-MAX_POOL = define_fused(
+MAX_POOL = define_pure(
     OWN,
     "MaxPool",
     ("x",),
@@ -225,7 +225,7 @@ def _onnx_max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Va
     return dx
 
 
-ONNX_MAX_POOL = define_fused(
+ONNX_MAX_POOL = define_pure(
     ONNX,
     "MaxPool",
     ("x",),
@@ -280,7 +280,7 @@ def max_pool_of(n: NodeView) -> NodeView | None:
     return view(producer) if producer is not None and definition_of(producer) in (MAX_POOL, ONNX_MAX_POOL) else None
 
 
-MAX_POOL_GRAD = define_fused(
+MAX_POOL_GRAD = define_pure(
     MICROSOFT,
     "MaxPoolGrad",
     ("dy", "indices", "shape"),
@@ -337,7 +337,7 @@ def _capture_average(count: int) -> Any:
     return capture
 
 
-AVERAGE_POOL = define_fused(
+AVERAGE_POOL = define_pure(
     ONNX,
     "AveragePool",
     ("x",),
@@ -401,7 +401,7 @@ def average_pool_backward(dy: Tensor, shape: Sequence[int], *arguments: Any) -> 
     return kernel.default(dy, unread_input(dy, shape, dy.dtype), *arguments, None)  # type: ignore[no-any-return]
 
 
-AVERAGE_POOL_GRAD = define_fused(
+AVERAGE_POOL_GRAD = define_pure(
     MICROSOFT,
     "AveragePoolGrad",
     ("dy", "shape"),
@@ -428,7 +428,7 @@ def _global_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     return dx
 
 
-GLOBAL_AVERAGE_POOL = define_fused(
+GLOBAL_AVERAGE_POOL = define_pure(
     ONNX,
     "GlobalAveragePool",
     ("x",),

@@ -27,7 +27,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, is_float, normalize_axis, rank_of, type_of
 from onnxtrain.ops.body_parts import as_value, cast, reshaped
-from onnxtrain.ops.constructors import define_by_body, define_fused, no_axes
+from onnxtrain.ops.constructors import define_by_body, define_pure, no_axes
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
@@ -188,7 +188,7 @@ for _name in (
 dispatch.register_fake(_OWN_LIBRARY, "onnxtrain::fake_quantize_by_division", fake_quantize_meta)
 
 
-define_fused(
+define_pure(
     MICROSOFT,
     "FakeQuant",
     ("x", "scale", "zero_point"),
@@ -212,7 +212,7 @@ define_fused(
     axes=lambda n: "..., ..., ... -> ..., ...",
     flops=lambda n: sizes.multiply(6, numel(n.x)),
 )
-define_fused(
+define_pure(
     MICROSOFT,
     "FakeQuantGrad",
     ("dy", "mask"),

@@ -28,10 +28,9 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
-from onnxtrain.ops.definition import REQUIRED, Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
-from onnxtrain.ops.interfaces.cost import FLOPS
+from onnxtrain.ops.constructors import define_pure
+from onnxtrain.ops.definition import REQUIRED, Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
-from onnxtrain.ops.registry import define
 
 Tensor = torch.Tensor
 
@@ -263,30 +262,26 @@ def _axes(n: NodeView) -> str:
     return f"... [i], {b}, {', '.join(scales)} -> ... o"
 
 
-MATMUL_BNB4 = define(
-    OpDef(
-        domain=MICROSOFT,
-        name="MatMulBnb4",
-        inputs=("a", "b", "absmax", "absmax_8bit?", "absmax_code?", "absmax_offset?"),
-        outputs=("y",),
-        attributes={
-            "K": REQUIRED,
-            "N": REQUIRED,
-            "block_size": REQUIRED,
-            "quant_type": REQUIRED,
-            "training_mode": 0,
-            "transB": 1,
-        },
-        from_torch={"bitsandbytes.gemm_4bit.default": _capture},
-        shapes=_types,
-        body=_body,
-        gradient=(Gradient(_gradient, reads=("b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset")),),
-        nondiff_inputs=frozenset({"b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset"}),
-        kernels=(Kernel(lower=_lower_bnb, applies=_bnb_applies), Kernel(lower=_lower)),
-        axes=_axes,
-        effects=Effects.NONE,
-        aliases={},
-    )
+MATMUL_BNB4 = define_pure(
+    MICROSOFT,
+    "MatMulBnb4",
+    ("a", "b", "absmax", "absmax_8bit?", "absmax_code?", "absmax_offset?"),
+    ("y",),
+    attributes={
+        "K": REQUIRED,
+        "N": REQUIRED,
+        "block_size": REQUIRED,
+        "quant_type": REQUIRED,
+        "training_mode": 0,
+        "transB": 1,
+    },
+    from_torch={"bitsandbytes.gemm_4bit.default": _capture},
+    shapes=_types,
+    body=_body,
+    gradient=(Gradient(_gradient, reads=("b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset")),),
+    nondiff_inputs=frozenset({"b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset"}),
+    kernels=(Kernel(lower=_lower_bnb, applies=_bnb_applies), Kernel(lower=_lower)),
+    axes=_axes,
+    flops=_flops,
 )
-FLOPS.register(MATMUL_BNB4, _flops)
 STOCK_KERNELS.register(MATMUL_BNB4, _has_stock_kernel)

@@ -29,8 +29,8 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, constant_of, dtype_of, is_float, type_of
 from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import (
-    NOT_DIFFERENTIABLE,
     STANDARD,
     Call,
     Effects,
@@ -42,7 +42,6 @@ from onnxtrain.ops.definition import (
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.index.creation import filled
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.recompute import REPLAYS, Replay
 from onnxtrain.ops.random.keyed_bits import DROP_LEVELS, keep_mask, sample_key
 from onnxtrain.ops.registry import define
@@ -275,30 +274,22 @@ def _grad_flops(n: NodeView) -> Size:
     return sizes.multiply(2, numel(n.dy))
 
 
-DROPOUT_GRAD = define(
-    OpDef(
-        domain=MICROSOFT,
-        name="DropoutGrad",
-        inputs=("dy", "mask", "ratio?", "training_mode?"),
-        outputs=("dx",),
-        attributes={},
-        from_torch={},
-        shapes=lambda n: (type_of(n.dy),),
-        body=_grad_body,
-        gradient=NOT_DIFFERENTIABLE,
-        nondiff_inputs=frozenset(),
-        kernels=(
-            Kernel(lower=_lower_native_grad, applies=lambda n, device: device == "cuda" and drops_elements(n)),
-            Kernel(lower=_lower_grad, applies=lambda n, device: drops_elements(n)),
-            Kernel(
-                lower=lambda n, *arguments: Call(dropout_backward_of_dynamic_ratio, *arguments),
-                accepts_scalars=True,
-                synchronizes=reads_ratio_on_host,
-            ),
+DROPOUT_GRAD = define_pure(
+    MICROSOFT,
+    "DropoutGrad",
+    ("dy", "mask", "ratio?", "training_mode?"),
+    ("dx",),
+    shapes=lambda n: (type_of(n.dy),),
+    body=_grad_body,
+    kernels=(
+        Kernel(lower=_lower_native_grad, applies=lambda n, device: device == "cuda" and drops_elements(n)),
+        Kernel(lower=_lower_grad, applies=lambda n, device: drops_elements(n)),
+        Kernel(
+            lower=lambda n, *arguments: Call(dropout_backward_of_dynamic_ratio, *arguments),
+            accepts_scalars=True,
+            synchronizes=reads_ratio_on_host,
         ),
-        axes=_grad_axes,
-        effects=Effects.NONE,
-        aliases={},
-    )
+    ),
+    axes=_grad_axes,
+    flops=_grad_flops,
 )
-FLOPS.register(DROPOUT_GRAD, _grad_flops)

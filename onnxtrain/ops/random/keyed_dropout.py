@@ -19,7 +19,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, TensorType, dtype_of
 from onnxtrain.ops.body_parts import cast, mul_scalar, reshaped
-from onnxtrain.ops.constructors import always, no_axes, same_as, with_addend
+from onnxtrain.ops.constructors import always, define_pure, no_axes, same_as, with_addend
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
@@ -153,26 +153,21 @@ def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
     return [dx, None, dy][: len(n.node.inputs)]
 
 
-KEYED_DROPOUT = define(
-    OpDef(
-        domain=OWN,
-        name="KeyedDropout",
-        inputs=("x", "key", "residual?"),
-        outputs=("y",),
-        attributes={"dropped": REQUIRED},
-        from_torch={},
-        shapes=with_addend("residual", same_as("x")),
-        body=_body,
-        gradient=(Gradient(_gradient, reads=("key",)),),
-        nondiff_inputs=frozenset({"key"}),
-        kernels=(
-            Kernel(lower=_lower_compiled, applies=may_compile, in_place_input=0),
-            Kernel(lower=_lower, synchronizes=always, in_place_input=0),
-        ),
-        axes=no_axes,  # the bits of an element depend on its index
-        effects=Effects.NONE,
-        aliases={},
-    )
+KEYED_DROPOUT = define_pure(
+    OWN,
+    "KeyedDropout",
+    ("x", "key", "residual?"),
+    ("y",),
+    attributes={"dropped": REQUIRED},
+    shapes=with_addend("residual", same_as("x")),
+    body=_body,
+    gradient=(Gradient(_gradient, reads=("key",)),),
+    nondiff_inputs=frozenset({"key"}),
+    kernels=(
+        Kernel(lower=_lower_compiled, applies=may_compile, in_place_input=0),
+        Kernel(lower=_lower, synchronizes=always, in_place_input=0),
+    ),
+    axes=no_axes,  # the bits of an element depend on its index
+    flops=lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)),
 )
-FLOPS.register(KEYED_DROPOUT, lambda n: sizes.multiply(2 if n.residual is None else 3, numel(n.x)))
 OUTPUT_ADDENDS.register(KEYED_DROPOUT, "residual")

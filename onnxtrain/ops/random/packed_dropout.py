@@ -27,7 +27,7 @@ from onnxtrain.ops.constructors import (
     always,
     broadcast_axes,
     define_by_body,
-    define_fused,
+    define_pure,
     no_axes,
 )
 from onnxtrain.ops.definition import Call, Effects, Gradient, Kernel, NodeView, OpDef, numel
@@ -196,7 +196,7 @@ def packed_dropout_backward(dy: Tensor, mask: Tensor, ratio: Any, training: Any)
     return dropout_backward_of_dynamic_ratio(dy, unpacked(mask, dy.shape), ratio, training)
 
 
-define_fused(
+define_pure(
     MICROSOFT,
     "BitmaskDropoutGrad",
     ("dy", "mask", "ratio?", "training_mode?"),

@@ -21,24 +21,19 @@ from onnxtrain.native import pointers
 from onnxtrain.ops import huge_pages
 from onnxtrain.ops.activation.rectified import threshold_backward, threshold_backward_
 from onnxtrain.ops.body_parts import mul_scalar
-from onnxtrain.ops.constructors import always, no_axes
+from onnxtrain.ops.constructors import always, define_pure, no_axes
 from onnxtrain.ops.definition import (
-    NOT_DIFFERENTIABLE,
     REQUIRED,
-    Effects,
     Gradient,
     InPlaceCapableCall,
     Kernel,
     NodeView,
-    OpDef,
     numel,
 )
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.memory_format import IMAGES, Images
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random import keyed_bits
 from onnxtrain.ops.random.keyed_dropout import node_keep_scale
-from onnxtrain.ops.registry import define
 
 Tensor = torch.Tensor
 
@@ -118,28 +113,23 @@ def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:
     return [op.own.ReluDropoutGrad(dy, n.y, dropped=n.dropped) if n.wants("x") else None, None]
 
 
-RELU_DROPOUT = define(
-    OpDef(
-        domain=OWN,
-        name="ReluDropout",
-        inputs=("x", "key"),
-        outputs=("y",),
-        attributes={"dropped": REQUIRED},
-        from_torch={},
-        shapes=lambda n: (type_of(n.x),),
-        body=_body,
-        gradient=(Gradient(_gradient, reads=("y",)),),
-        nondiff_inputs=frozenset({"key"}),
-        kernels=(
-            Kernel(lower=_lower_compiled, applies=may_compile, in_place_input=0),
-            Kernel(lower=_lower, synchronizes=always, in_place_input=0),
-        ),
-        axes=no_axes,  # the bits of an element depend on its index
-        effects=Effects.NONE,
-        aliases={},
-    )
+RELU_DROPOUT = define_pure(
+    OWN,
+    "ReluDropout",
+    ("x", "key"),
+    ("y",),
+    attributes={"dropped": REQUIRED},
+    shapes=lambda n: (type_of(n.x),),
+    body=_body,
+    gradient=(Gradient(_gradient, reads=("y",)),),
+    nondiff_inputs=frozenset({"key"}),
+    kernels=(
+        Kernel(lower=_lower_compiled, applies=may_compile, in_place_input=0),
+        Kernel(lower=_lower, synchronizes=always, in_place_input=0),
+    ),
+    axes=no_axes,  # the bits of an element depend on its index
+    flops=lambda n: sizes.multiply(3, numel(n.x)),
 )
-FLOPS.register(RELU_DROPOUT, lambda n: sizes.multiply(3, numel(n.x)))
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -157,26 +147,19 @@ def _lower_grad_compiled(n: NodeView, dy: Any, y: Any) -> InPlaceCapableCall:
     return InPlaceCapableCall(backward_compiled, backward_compiled_, dy, y, node_keep_scale(n, n.dy))
 
 
-RELU_DROPOUT_GRAD = define(
-    OpDef(
-        domain=OWN,
-        name="ReluDropoutGrad",
-        inputs=("dy", "y"),
-        outputs=("dx",),
-        attributes={"dropped": REQUIRED},
-        from_torch={},
-        shapes=lambda n: (type_of(n.y),),
-        body=_grad_body,
-        gradient=NOT_DIFFERENTIABLE,  # second order: PyTorch runs the module
-        nondiff_inputs=frozenset(),
-        kernels=(
-            Kernel(lower=_lower_grad_compiled, applies=may_compile, in_place_input=0),
-            Kernel(lower=_lower_grad, in_place_input=0),
-        ),
-        axes=lambda n: "..., ... -> ...",
-        effects=Effects.NONE,
-        aliases={},
-    )
+RELU_DROPOUT_GRAD = define_pure(
+    OWN,
+    "ReluDropoutGrad",
+    ("dy", "y"),
+    ("dx",),
+    attributes={"dropped": REQUIRED},
+    shapes=lambda n: (type_of(n.y),),
+    body=_grad_body,
+    kernels=(
+        Kernel(lower=_lower_grad_compiled, applies=may_compile, in_place_input=0),
+        Kernel(lower=_lower_grad, in_place_input=0),
+    ),
+    axes=lambda n: "..., ... -> ...",
+    flops=lambda n: sizes.multiply(2, numel(n.y)),
 )
-FLOPS.register(RELU_DROPOUT_GRAD, lambda n: sizes.multiply(2, numel(n.y)))
 IMAGES.register(RELU_DROPOUT_GRAD, Images(frozenset({"dy", "y", "dx"})))

@@ -18,7 +18,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import OWN, dtype_of, rank_of, type_of
 from onnxtrain.ops.body_parts import cast, int64_vector
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import Call, Gradient, NodeView, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.reshape.dims import unsqueezed
@@ -82,7 +82,7 @@ def cumprod_backward(dy: torch.Tensor, x: torch.Tensor, dim: int, y: torch.Tenso
     return dx
 
 
-define_fused(
+define_pure(
     OWN,
     "CumProd",
     ("x",),
@@ -96,7 +96,7 @@ define_fused(
     axes=_axes,
     flops=lambda n: numel(n.x),
 )
-define_fused(
+define_pure(
     OWN,
     "CumProdGrad",
     ("dy", "x", "y"),

@@ -18,8 +18,8 @@ import torch
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import ONNX, OWN, TensorType, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import (
-    NOT_DIFFERENTIABLE,
     STANDARD,
     Call,
     Effects,
@@ -208,25 +208,19 @@ def _arg_extreme_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
 
 
 def _define_arg_extreme(name: str, domain: str, function: Any, from_torch: Mapping[str, FromTorch], body: Any) -> None:
-    op = define(
-        OpDef(
-            domain=domain,
-            name=name,
-            inputs=("x",),
-            outputs=("y",),
-            attributes={"axis": 0, "keepdims": 1, **({"select_last_index": 0} if domain == ONNX else {})},
-            from_torch=from_torch,
-            shapes=_index_type,
-            body=body,
-            gradient=NOT_DIFFERENTIABLE,
-            nondiff_inputs=frozenset(),
-            kernels=(Kernel(lower=_lower_arg_extreme(function)),),
-            axes=lambda n: axis_map_over(n, _axis_of(n), bool(n.keepdims)),
-            effects=Effects.NONE,
-            aliases={},
-        )
+    define_pure(
+        domain,
+        name,
+        ("x",),
+        ("y",),
+        attributes={"axis": 0, "keepdims": 1, **({"select_last_index": 0} if domain == ONNX else {})},
+        from_torch=from_torch,
+        shapes=_index_type,
+        body=body,
+        lower=_lower_arg_extreme(function),
+        axes=lambda n: axis_map_over(n, _axis_of(n), bool(n.keepdims)),
+        flops=lambda n: numel(n.x),
     )
-    FLOPS.register(op, lambda n: numel(n.x))
 
 
 for _name, _function in (("ArgMax", torch.argmax), ("ArgMin", torch.argmin)):

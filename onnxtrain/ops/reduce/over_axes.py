@@ -13,24 +13,21 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import ONNX, TensorType, constant_of, dtype_of, is_float, normalize_axes, rank_of
 from onnxtrain.ops.body_parts import cast
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     STANDARD,
     Call,
-    Effects,
     FromTorch,
     Gradient,
     GradientRule,
-    Kernel,
     Method,
     NodeView,
     OpDef,
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
-from onnxtrain.ops.registry import define
 
 Dims = int | Sequence[int] | None
 _HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
@@ -128,27 +125,23 @@ def define_reduction(
 ) -> OpDef:
     """Define y = f(x) over the axes that the constant `axes` lists. `gradient` is (op, n, dy) -> dx."""
     rule = gradient
-    op = define(
-        OpDef(
-            domain=domain,
-            name=name,
-            inputs=("x", "axes?"),
-            outputs=("y",),
-            attributes={"keepdims": 1, "noop_with_empty_axes": 0, **(attributes or {})},
-            from_torch=from_torch,
-            shapes=output_types,
-            body=body,
-            gradient=(Gradient(lambda op, n, dy: _one_per_input(n, rule(op, n, dy)), reads),)
-            if rule
-            else NOT_DIFFERENTIABLE,
-            nondiff_inputs=frozenset({"axes"}),
-            kernels=(Kernel(lower=lower),),
-            axes=axis_map,
-            effects=Effects.NONE,
-            aliases={},
-        )
+    op = define_pure(
+        domain,
+        name,
+        ("x", "axes?"),
+        ("y",),
+        attributes={"keepdims": 1, "noop_with_empty_axes": 0, **(attributes or {})},
+        from_torch=from_torch,
+        shapes=output_types,
+        body=body,
+        gradient=(Gradient(lambda op, n, dy: _one_per_input(n, rule(op, n, dy)), reads),)
+        if rule
+        else NOT_DIFFERENTIABLE,
+        nondiff_inputs=frozenset({"axes"}),
+        lower=lower,
+        axes=axis_map,
+        flops=lambda n: numel(n.x),
     )
-    FLOPS.register(op, lambda n: numel(n.x))
     FUSIBLE.add(op)
     return op
 

@@ -19,7 +19,7 @@ from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import OWN, TensorType, constant_of, dtype_of, is_float, normalize_axis, rank_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import same_as
+from onnxtrain.ops.constructors import define_pure, same_as
 from onnxtrain.ops.definition import STANDARD, Call, Effects, Gradient, Kernel, Method, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.interfaces.cost import FLOPS
@@ -284,25 +284,21 @@ def _cumsum_axes(n: NodeView) -> str:
     return f"{names}, - -> {names}"
 
 
-CUM_SUM = define(
-    OpDef(
-        domain="",
-        name="CumSum",
-        inputs=("x", "axis"),
-        outputs=("y",),
-        attributes={"exclusive": 0, "reverse": 0},
-        from_torch={"aten.cumsum.default": _capture_cumsum},
-        shapes=same_as("x"),
-        body=STANDARD,
-        gradient=(Gradient(_cumsum_gradient, ()),),
-        nondiff_inputs=frozenset({"axis"}),
-        kernels=(Kernel(lower=_lower_cumsum),),
-        axes=_cumsum_axes,
-        effects=Effects.NONE,
-        aliases={},
-    )
+CUM_SUM = define_pure(
+    "",
+    "CumSum",
+    ("x", "axis"),
+    ("y",),
+    attributes={"exclusive": 0, "reverse": 0},
+    from_torch={"aten.cumsum.default": _capture_cumsum},
+    shapes=same_as("x"),
+    body=STANDARD,
+    gradient=(Gradient(_cumsum_gradient, ()),),
+    nondiff_inputs=frozenset({"axis"}),
+    lower=_lower_cumsum,
+    axes=_cumsum_axes,
+    flops=lambda n: numel(n.x),
 )
-FLOPS.register(CUM_SUM, lambda n: numel(n.x))
 
 
 @ELEMENT_FORMULAS.implements(CUM_SUM)

@@ -20,7 +20,7 @@ from onnxtrain.graph.builder import Builder, as_sizes
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import OWN, TensorType, dtype_of, rank_of
 from onnxtrain.ops.body_parts import int64_vector, reshaped
-from onnxtrain.ops.constructors import define_fused
+from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, NodeView, numel
 from onnxtrain.ops.sliding_windows import ints_per_axis, product, sizes_per_axis, symmetric_pads, window_count
 
@@ -99,7 +99,7 @@ def _capture_im2col(op: Builder, x: ir.Value, kernel_size: Any, dilation: Any, p
     return op.own.Im2Col(x, **_onnx_window(kernel_size, dilation, padding, stride))
 
 
-define_fused(
+define_pure(
     OWN,
     "Im2Col",
     ("x",),
@@ -160,7 +160,7 @@ def _capture_col2im(
     return op.own.Col2Im(x, size, **_onnx_window(kernel_size, dilation, padding, stride))
 
 
-define_fused(
+define_pure(
     OWN,
     "Col2Im",
     ("x", "size"),

@@ -20,7 +20,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.body_parts import reshaped
-from onnxtrain.ops.constructors import define_by_body, define_fused
+from onnxtrain.ops.constructors import define_by_body, define_pure
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, NodeView, numel
 from onnxtrain.ops.random.dropout import dropout_backward_of_dynamic_ratio, dropout_of_dynamic_ratio
 from onnxtrain.torch_compat import aten_kernels
@@ -138,7 +138,7 @@ def _softmax_dropout_grad_axes(n: NodeView) -> str:
     return f"{names}, {names}, {names}{', -' * (len(n.node.inputs) - 3)} -> {names}"
 
 
-define_fused(
+define_pure(
     MICROSOFT,
     "SoftmaxDropoutGrad",
     ("dy", "mask", "probabilities", "ratio?"),
@@ -161,7 +161,7 @@ def softmax_backward(dy: Tensor, y: Tensor, axis: int, kernel: Callable[..., Ten
 
 
 def _define_flattened_gradient(name: str, kernel: Callable[..., Tensor]) -> None:
-    define_fused(
+    define_pure(
         MICROSOFT,
         name,
         ("dy", "y"),

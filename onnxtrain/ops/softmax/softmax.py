@@ -20,12 +20,10 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, normalize_axis, rank_of, type_of
 from onnxtrain.ops.body_parts import cast
-from onnxtrain.ops.constructors import same_as
+from onnxtrain.ops.constructors import define_pure, same_as
 from onnxtrain.ops.definition import (
-    NOT_DIFFERENTIABLE,
     STANDARD,
     Call,
-    Effects,
     FromTorch,
     Gradient,
     Kernel,
@@ -34,9 +32,7 @@ from onnxtrain.ops.definition import (
     numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
-from onnxtrain.ops.interfaces.cost import FLOPS
 from onnxtrain.ops.interfaces.fused_regions import FUSIBLE
-from onnxtrain.ops.registry import define
 from onnxtrain.torch_compat import aten_kernels
 
 
@@ -76,25 +72,20 @@ def _define_softmax(
     kernels: tuple[Kernel, ...],
     gradient: Callable[[Builder, NodeView, ir.Value], Any],
 ) -> OpDef:
-    op = define(
-        OpDef(
-            domain=domain,
-            name=name,
-            inputs=("x",),
-            outputs=("y",),
-            attributes={"axis": -1},
-            from_torch=dict.fromkeys(overloads, _capture(domain, name)),
-            shapes=same_as("x"),
-            body=body,
-            gradient=(Gradient(gradient, reads=("y",)),),
-            nondiff_inputs=frozenset(),
-            kernels=kernels,
-            axes=_row_axes,
-            effects=Effects.NONE,
-            aliases={},
-        )
+    op = define_pure(
+        domain,
+        name,
+        ("x",),
+        ("y",),
+        attributes={"axis": -1},
+        from_torch=dict.fromkeys(overloads, _capture(domain, name)),
+        shapes=same_as("x"),
+        body=body,
+        gradient=(Gradient(gradient, reads=("y",)),),
+        kernels=kernels,
+        axes=_row_axes,
+        flops=_flops,
     )
-    FLOPS.register(op, _flops)
     FUSIBLE.add(op)
     return op
 
@@ -176,25 +167,18 @@ def _gradient_type(n: NodeView) -> Sequence[TensorType]:
 
 
 def _define_gradient(name: str, kernel: Callable[..., Any], body: Callable[[Builder, NodeView], ir.Value]) -> OpDef:
-    op = define(
-        OpDef(
-            domain=MICROSOFT,
-            name=name,
-            inputs=("dy", "y"),
-            outputs=("dx",),
-            attributes={"axis": -1},
-            from_torch={},
-            shapes=_gradient_type,
-            body=body,
-            gradient=NOT_DIFFERENTIABLE,
-            nondiff_inputs=frozenset(),
-            kernels=(Kernel(lower=lambda n, dy, y: Call(kernel, dy, y, n.axis, TORCH_DTYPES[dtype_of(n.y)])),),
-            axes=_row_axes,
-            effects=Effects.NONE,
-            aliases={},
-        )
+    op = define_pure(
+        MICROSOFT,
+        name,
+        ("dy", "y"),
+        ("dx",),
+        attributes={"axis": -1},
+        shapes=_gradient_type,
+        body=body,
+        lower=lambda n, dy, y: Call(kernel, dy, y, n.axis, TORCH_DTYPES[dtype_of(n.y)]),
+        axes=_row_axes,
+        flops=_flops,
     )
-    FLOPS.register(op, _flops)
     FUSIBLE.add(op)
     return op
 
