@@ -19,8 +19,7 @@ def cast(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     """Return `value` in element type `dtype`, without a node if it has this type."""
     if dtype_of(value) == dtype:
         return value
-    result: ir.Value = op.Cast(value, to=dtype)
-    return result
+    return op.Cast(value, to=dtype)
 
 
 def as_value(op: Builder, argument: Any, dtype: ir.DataType) -> ir.Value:
@@ -54,8 +53,7 @@ def sum_over(op: Builder, x: ir.Value, axes: Sequence[int], *, keepdims: bool = 
     """Sum x over `axes`; return x itself if there are none."""
     if not axes:
         return x
-    result: ir.Value = op.ReduceSum(x, int64_vector(op, axes), keepdims=int(keepdims))
-    return result
+    return op.ReduceSum(x, int64_vector(op, axes), keepdims=int(keepdims))
 
 
 def count_over(x: ir.Value, axes: Sequence[int]) -> Size:
@@ -66,18 +64,15 @@ def count_over(x: ir.Value, axes: Sequence[int]) -> Size:
 
 def mean_over(op: Builder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
     """Average x over `axes`, which keep size 1; NaN (0/0) over no elements, as in PyTorch."""
-    result: ir.Value = op.Div(sum_over(op, x, axes), op.size(count_over(x, axes), dtype_of(x)))
-    return result
+    return op.Div(sum_over(op, x, axes), op.size(count_over(x, axes), dtype_of(x)))
 
 
 def add_scalar(op: Builder, x: ir.Value, scalar: float) -> ir.Value:
-    result: ir.Value = op.Add(x, op.scalar(scalar, like=x))
-    return result
+    return op.Add(x, op.scalar(scalar, like=x))
 
 
 def mul_scalar(op: Builder, x: ir.Value, scalar: float) -> ir.Value:
-    result: ir.Value = op.Mul(x, op.scalar(scalar, like=x))
-    return result
+    return op.Mul(x, op.scalar(scalar, like=x))
 
 
 def reshaped(op: Builder, x: ir.Value, shape: Sequence[Size]) -> ir.Value:
@@ -113,5 +108,4 @@ def empty_saved_value(op: Builder, saved: ir.Value) -> ir.Value:
     """Return an empty vector for an output that a kernel saves for backward and a body does not need."""
     zero = ir.tensor([0], dtype=dtype_of(saved))
     node = op.node("", "ConstantOfShape", (int64_vector(op, [0]),), {"value": zero}, [type_of(saved)])
-    result: ir.Value = node.outputs[0]
-    return result
+    return node.outputs[0]

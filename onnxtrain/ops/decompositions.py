@@ -66,8 +66,7 @@ def _covariance(op: Builder, x: ir.Value, correction: int) -> ir.Value:
     mean = op.Div(sum_over(op, x, [1]), op.size(count, dtype_of(x)))
     centered = op.Sub(x, mean)
     degrees_of_freedom = op.size(sizes.maximum(0, sizes.subtract(count, correction)), dtype_of(x))
-    result: ir.Value = op.Div(op.MatMul(centered, transposed(op, centered, [1, 0])), degrees_of_freedom)
-    return result
+    return op.Div(op.MatMul(centered, transposed(op, centered, [1, 0])), degrees_of_freedom)
 
 
 def _as_rows(op: Builder, x: ir.Value) -> ir.Value:

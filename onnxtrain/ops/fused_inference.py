@@ -60,8 +60,8 @@ def _apply_activation(op: Builder, x: ir.Value, name: str, attributes: dict[str,
     if not name:
         return x
     if name == "Clip":
-        return op.Clip(x, *(op.scalar(v, like=x) for v in attributes.values()))  # type: ignore[no-any-return]
-    return op.op("", name)(x, **attributes)  # type: ignore[no-any-return]
+        return op.Clip(x, *(op.scalar(v, like=x) for v in attributes.values()))
+    return op.op("", name)(x, **attributes)
 
 
 # FusedGemm
@@ -81,7 +81,7 @@ def gemm_with_activation(
     a: torch.Tensor, b: torch.Tensor, c: Any, alpha: float, beta: float, activation: Any, *attributes: float
 ) -> torch.Tensor:
     y = torch.mm(a, b).mul_(alpha) if c is None else torch.addmm(c, a, b, beta=beta, alpha=alpha)
-    return activation(y, *attributes)  # type: ignore[no-any-return]
+    return activation(y, *attributes)
 
 
 def _lower_gemm(n: NodeView, a: Any, b: Any, c: Any) -> Call:
@@ -149,7 +149,7 @@ def conv_with_activation(
 ) -> torch.Tensor:
     """Return activation(conv(x, w, b) + z); `convolution` holds the other arguments of torch.convolution."""
     y = torch.convolution(x, w, b, *convolution)
-    return activation(y if z is None else y + z, *attributes)  # type: ignore[no-any-return]
+    return activation(y if z is None else y + z, *attributes)
 
 
 def _lower_conv(n: NodeView, x: Any, w: Any, b: Any, z: Any) -> Call:

@@ -52,4 +52,4 @@ def _madvise() -> Callable[[int, int, int], Any] | None:
     advise: Any = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is not None:
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return advise  # type: ignore[no-any-return]  # a C function has no types
+    return advise  # a C function has no types

@@ -144,8 +144,7 @@ def cropped(op: Builder, x: ir.Value, starts: Sequence[int], lengths: Sequence[S
     ends = [sizes.add(s, length) for s, length in zip(starts, lengths, strict=True)]
     cropped_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *lengths))
     inputs = (x, op.sizes(list(starts)), op.sizes(ends), int64_vector(op, axes))
-    result: ir.Value = op.node("", "Slice", inputs, {}, types=[cropped_type]).outputs[0]
-    return result
+    return op.node("", "Slice", inputs, {}, types=[cropped_type]).outputs[0]
 
 
 def strided(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int], counts: Sizes) -> ir.Value:
@@ -155,8 +154,7 @@ def strided(op: Builder, x: ir.Value, starts: Sequence[int], steps: Sequence[int
     axes = int64_vector(op, range(2, 2 + len(starts)))
     inputs = (x, op.sizes(list(starts)), op.sizes(ends), axes, op.sizes(list(steps)))
     strided_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *counts))
-    result: ir.Value = op.node("", "Slice", inputs, {}, types=[strided_type]).outputs[0]
-    return result
+    return op.node("", "Slice", inputs, {}, types=[strided_type]).outputs[0]
 
 
 def padded_at_end(op: Builder, x: ir.Value, missing: Sequence[Size]) -> ir.Value:
@@ -168,5 +166,4 @@ def padded_at_end(op: Builder, x: ir.Value, missing: Sequence[Size]) -> ir.Value
     axes = int64_vector(op, range(2, rank_of(x)))
     pads = op.sizes([0] * len(missing) + list(missing))
     inputs = (x, pads, op.scalar(0, like=x), axes)
-    result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded_type]).outputs[0]
-    return result
+    return op.node("", "Pad", inputs, {}, types=[padded_type]).outputs[0]

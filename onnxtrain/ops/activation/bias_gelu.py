@@ -40,8 +40,7 @@ def _bias(n: NodeView) -> ir.Value | None:
 
 
 def _plus_bias(op: Builder, n: NodeView) -> ir.Value:
-    result: ir.Value = n.x if (bias := _bias(n)) is None else op.Add(n.x, bias)
-    return result
+    return n.x if (bias := _bias(n)) is None else op.Add(n.x, bias)
 
 
 def _plus_bias_call(n: NodeView, x: Any, bias: Any) -> Any:

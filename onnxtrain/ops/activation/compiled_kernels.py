@@ -92,13 +92,13 @@ def exact_gelu_backward_(dy: Tensor, x: Tensor) -> Tensor:
 
 def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
     """Return dy * gelu'(x)."""
-    return torch.ops.aten.gelu_backward.default(dy, x, approximate=approximate)  # type: ignore[no-any-return]
+    return torch.ops.aten.gelu_backward.default(dy, x, approximate=approximate)
 
 
 def gelu_backward_(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
     """Compute `gelu_backward` in place: the result overwrites dy."""
     backward_out = torch.ops.aten.gelu_backward.grad_input
-    return backward_out(dy, x, approximate=approximate, grad_input=dy)  # type: ignore[no-any-return]
+    return backward_out(dy, x, approximate=approximate, grad_input=dy)
 
 
 def tanh_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:

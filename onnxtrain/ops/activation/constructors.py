@@ -100,8 +100,7 @@ def define_activation(
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
         values = {key: getattr(n, key) for key in defaults}
-        result: ir.Value = op.op(grad_domain, grad_name)(dy, getattr(n, saved), **values)
-        return result
+        return op.op(grad_domain, grad_name)(dy, getattr(n, saved), **values)
 
     forward = define_unary(
         name,

@@ -44,7 +44,7 @@ def _halves(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value]:
 
 def _glu_body(op: Builder, n: NodeView) -> ir.Value:
     a, b = _halves(op, n)
-    return op.Mul(a, op.Sigmoid(b))  # type: ignore[no-any-return]
+    return op.Mul(a, op.Sigmoid(b))
 
 
 def _glu_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -52,7 +52,7 @@ def _glu_grad_body(op: Builder, n: NodeView) -> ir.Value:
     gate = op.Sigmoid(b)
     da = op.Mul(n.dy, gate)
     db = op.Mul(da, op.Mul(op.Sub(scalar(op, n, 1.0), gate), a))
-    return op.Concat(da, db, axis=n.axis)  # type: ignore[no-any-return]
+    return op.Concat(da, db, axis=n.axis)
 
 
 def _glu_axes(n: NodeView, inputs: int) -> str:
@@ -121,21 +121,21 @@ def _gated_types(n: NodeView, count: int) -> Sequence[TensorType]:
 
 def _activated(op: Builder, n: NodeView) -> ir.Value:
     if n.activation == "silu":
-        return op.ms.QuickGelu(n.gate, alpha=1.0)  # type: ignore[no-any-return]
-    return op.Gelu(n.gate, approximate=kernels.APPROXIMATE[n.activation])  # type: ignore[no-any-return]
+        return op.ms.QuickGelu(n.gate, alpha=1.0)
+    return op.Gelu(n.gate, approximate=kernels.APPROXIMATE[n.activation])
 
 
 def _gate_gradient(op: Builder, n: NodeView, dactivated: ir.Value) -> ir.Value:
     """Return the gradient of the gate from the gradient of activation(gate)."""
     if n.activation == "silu":
-        return op.ms.QuickGeluGrad(dactivated, n.gate, alpha=1.0)  # type: ignore[no-any-return]
+        return op.ms.QuickGeluGrad(dactivated, n.gate, alpha=1.0)
     approximate = kernels.APPROXIMATE[n.activation]
-    return op.ms.GeluGrad(dactivated, n.gate, approximate=approximate)  # type: ignore[no-any-return]
+    return op.ms.GeluGrad(dactivated, n.gate, approximate=approximate)
 
 
 def _gradients(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:
     if n.wants("gate") and n.wants("up"):
-        return op.own.GatedActivationGrad(dy, n.gate, n.up, activation=n.activation)  # type: ignore[no-any-return]
+        return op.own.GatedActivationGrad(dy, n.gate, n.up, activation=n.activation)
     dgate = _gate_gradient(op, n, op.Mul(dy, n.up)) if n.wants("gate") else None
     return dgate, op.Mul(dy, _activated(op, n)) if n.wants("up") else None
 

@@ -69,8 +69,7 @@ def _shrink_body(op: Builder, n: NodeView) -> ir.Value:
     zero = op.scalar(0, like=n.x)
     above = op.Where(op.Greater(n.x, op.scalar(n.lambd, like=n.x)), add_scalar(op, n.x, -n.bias), zero)
     below = op.Less(n.x, op.scalar(-n.lambd, like=n.x))
-    result: ir.Value = op.Where(below, add_scalar(op, n.x, n.bias), above)
-    return result
+    return op.Where(below, add_scalar(op, n.x, n.bias), above)
 
 
 def shrink(x: torch.Tensor, bias: float, lambd: float) -> torch.Tensor:
@@ -102,13 +101,12 @@ def _hardmax_axes(n: NodeView) -> str:
 def _hardmax_body(op: Builder, n: NodeView) -> ir.Value:
     axis = normalize_axis(n.axis, rank_of(n.x))
     indices = op.own.ArgMax(n.x, axis=axis, keepdims=1)
-    result: ir.Value = op.ScatterElements(
+    return op.ScatterElements(
         op.Expand(op.scalar(0, like=n.x), op.shape_of(n.x)),
         indices,
         op.Expand(op.scalar(1, like=n.x), op.shape_of(indices)),
         axis=axis,
     )
-    return result
 
 
 def hardmax(x: torch.Tensor, axis: int) -> torch.Tensor:

@@ -51,17 +51,17 @@ _aten = torch.ops.aten
 
 def _relu_grad_body(op: Builder, n: NodeView) -> ir.Value:
     zero = scalar(op, n, 0.0)
-    return op.Where(op.LessOrEqual(n.y, zero), zero, n.dy)  # type: ignore[no-any-return]
+    return op.Where(op.LessOrEqual(n.y, zero), zero, n.dy)
 
 
 def _leaky_relu_body(op: Builder, n: NodeView) -> ir.Value:
     sloped = op.Mul(n.x, scalar(op, n, n.alpha))
-    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), n.x, sloped)  # type: ignore[no-any-return]
+    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), n.x, sloped)
 
 
 def _leaky_relu_grad_body(op: Builder, n: NodeView) -> ir.Value:
     sloped = op.Mul(n.dy, scalar(op, n, n.alpha))
-    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), n.dy, sloped)  # type: ignore[no-any-return]
+    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), n.dy, sloped)
 
 
 def _capture_leaky_relu(op: Builder, x: ir.Value, negative_slope: float = 0.01) -> Any:
@@ -74,22 +74,22 @@ def _capture_threshold(op: Builder, x: ir.Value, threshold: float, value: float)
 
 def _threshold_body(op: Builder, n: NodeView) -> ir.Value:
     below = op.LessOrEqual(n.x, scalar(op, n, n.threshold))
-    return op.Where(below, scalar(op, n, n.value), n.x)  # type: ignore[no-any-return]
+    return op.Where(below, scalar(op, n, n.value), n.x)
 
 
 def _threshold_grad_body(op: Builder, n: NodeView) -> ir.Value:
     below = op.LessOrEqual(n.x, scalar(op, n, n.threshold))
-    return op.Where(below, scalar(op, n, 0.0), n.dy)  # type: ignore[no-any-return]
+    return op.Where(below, scalar(op, n, 0.0), n.dy)
 
 
 def threshold_backward(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
     """Return dy where x is above the threshold, 0 elsewhere."""
-    return _aten.threshold_backward.default(dy, x, threshold)  # type: ignore[no-any-return]
+    return _aten.threshold_backward.default(dy, x, threshold)
 
 
 def threshold_backward_(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
     """Compute `threshold_backward` in place: the result overwrites dy."""
-    return _aten.threshold_backward.grad_input(dy, x, threshold, grad_input=dy)  # type: ignore[no-any-return]
+    return _aten.threshold_backward.grad_input(dy, x, threshold, grad_input=dy)
 
 
 RELU, RELU_GRAD = define_activation(
@@ -140,19 +140,19 @@ def _capture_hardtanh(op: Builder, x: ir.Value, min_val: float = -1, max_val: fl
 
 
 def _hardtanh_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Clip(n.x, scalar(op, n, n.low), scalar(op, n, n.high))  # type: ignore[no-any-return]
+    return op.Clip(n.x, scalar(op, n, n.low), scalar(op, n, n.high))
 
 
 def _within(op: Builder, n: NodeView, low: float, high: float, inside: ir.Value) -> ir.Value:
     """Return `inside` where low < x < high, 0 elsewhere."""
     between = op.And(op.Greater(n.x, scalar(op, n, low)), op.Less(n.x, scalar(op, n, high)))
-    return op.Where(between, inside, scalar(op, n, 0.0))  # type: ignore[no-any-return]
+    return op.Where(between, inside, scalar(op, n, 0.0))
 
 
 def _hard_sigmoid(op: Builder, n: NodeView) -> ir.Value:
     """Return clip(x + 3, 0, 6) / 6."""
     three, six = scalar(op, n, 3.0), scalar(op, n, 6.0)
-    return op.Div(op.Clip(op.Add(n.x, three), scalar(op, n, 0.0), six), six)  # type: ignore[no-any-return]
+    return op.Div(op.Clip(op.Add(n.x, three), scalar(op, n, 0.0), six), six)
 
 
 def _hard_sigmoid_body(op: Builder, n: NodeView) -> ir.Value:
@@ -175,7 +175,7 @@ def _hard_swish_grad_body(op: Builder, n: NodeView) -> ir.Value:
     three, zero = scalar(op, n, 3.0), scalar(op, n, 0.0)
     between = op.Mul(n.dy, op.Add(op.Div(n.x, three), scalar(op, n, 0.5)))
     lower = op.Where(op.LessOrEqual(n.x, scalar(op, n, -3.0)), zero, between)
-    return op.Where(op.GreaterOrEqual(n.x, three), n.dy, lower)  # type: ignore[no-any-return]
+    return op.Where(op.GreaterOrEqual(n.x, three), n.dy, lower)
 
 
 HARDTANH, HARDTANH_GRAD = define_activation(
@@ -217,18 +217,18 @@ HARD_SWISH, HARD_SWISH_GRAD = define_activation(
 def _hardshrink_body(op: Builder, n: NodeView) -> ir.Value:
     zero = scalar(op, n, 0.0)
     small = op.LessOrEqual(op.Abs(n.x), scalar(op, n, n.lambd))
-    return op.Where(small, zero, n.x)  # type: ignore[no-any-return]
+    return op.Where(small, zero, n.x)
 
 
 def _softshrink_body(op: Builder, n: NodeView) -> ir.Value:
     zero, lambd = scalar(op, n, 0.0), scalar(op, n, n.lambd)
     low = op.Where(op.Less(n.x, op.Neg(lambd)), op.Add(n.x, lambd), op.Mul(n.x, zero))
-    return op.Where(op.Greater(n.x, lambd), op.Sub(n.x, lambd), low)  # type: ignore[no-any-return]
+    return op.Where(op.Greater(n.x, lambd), op.Sub(n.x, lambd), low)
 
 
 def _shrink_grad_body(op: Builder, n: NodeView) -> ir.Value:
     large = op.Greater(op.Abs(n.x), scalar(op, n, n.lambd))
-    return op.Where(large, n.dy, scalar(op, n, 0.0))  # type: ignore[no-any-return]
+    return op.Where(large, n.dy, scalar(op, n, 0.0))
 
 
 HARDSHRINK, HARDSHRINK_GRAD = define_activation(
@@ -269,7 +269,7 @@ def _capture_prelu(op: Builder, x: ir.Value, weight: ir.Value) -> Any:
 
 
 def _prelu_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[Grad]:
-    return op.own.PReluGrad(dy, n.x, n.slope)  # type: ignore[no-any-return]
+    return op.own.PReluGrad(dy, n.x, n.slope)
 
 
 def _prelu_grad_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:

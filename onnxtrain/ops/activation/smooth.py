@@ -40,11 +40,11 @@ _aten = torch.ops.aten
 
 def _sigmoid_grad_body(op: Builder, n: NodeView) -> ir.Value:
     one = scalar(op, n, 1.0)
-    return op.Mul(op.Mul(n.dy, op.Sub(one, n.y)), n.y)  # type: ignore[no-any-return]
+    return op.Mul(op.Mul(n.dy, op.Sub(one, n.y)), n.y)
 
 
 def _tanh_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Mul(n.dy, op.Sub(scalar(op, n, 1.0), op.Mul(n.y, n.y)))  # type: ignore[no-any-return]
+    return op.Mul(n.dy, op.Sub(scalar(op, n, 1.0), op.Mul(n.y, n.y)))
 
 
 def _capture_unary(name: str) -> FromTorch:
@@ -90,8 +90,7 @@ def _phi(op: Builder, n: NodeView) -> ir.Value:
         erf = op.Tanh(inner)  # approximates erf(x / sqrt(2))
     else:
         erf = op.Erf(op.Mul(n.x, scalar(op, n, math.sqrt(0.5))))
-    result: ir.Value = op.Mul(op.Add(erf, one), half)
-    return result
+    return op.Mul(op.Add(erf, one), half)
 
 
 def _phi_derivative(op: Builder, n: NodeView) -> ir.Value:
@@ -99,16 +98,16 @@ def _phi_derivative(op: Builder, n: NodeView) -> ir.Value:
     square = op.Mul(n.x, n.x)
     if n.approximate != "tanh":
         exponential = op.Exp(op.Mul(square, scalar(op, n, -0.5)))
-        return op.Mul(exponential, scalar(op, n, 1 / math.sqrt(2 * math.pi)))  # type: ignore[no-any-return]
+        return op.Mul(exponential, scalar(op, n, 1 / math.sqrt(2 * math.pi)))
     phi = _phi(op, n)
     # With t = 2 phi - 1: (1 - t^2) / 2 = 2 phi (1 - phi).
     outer = op.Mul(op.Mul(phi, op.Sub(scalar(op, n, 1.0), phi)), scalar(op, n, 2.0))
     inner = op.Add(op.Mul(square, scalar(op, n, 3 * _TANH_CUBIC)), scalar(op, n, 1.0))
-    return op.Mul(op.Mul(outer, inner), scalar(op, n, _TANH_SCALE))  # type: ignore[no-any-return]
+    return op.Mul(op.Mul(outer, inner), scalar(op, n, _TANH_SCALE))
 
 
 def _gelu_grad_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Mul(n.dy, op.Add(_phi(op, n), op.Mul(n.x, _phi_derivative(op, n))))  # type: ignore[no-any-return]
+    return op.Mul(n.dy, op.Add(_phi(op, n), op.Mul(n.x, _phi_derivative(op, n))))
 
 
 def _capture_gelu(op: Builder, x: ir.Value, *, approximate: str = "none") -> Any:
@@ -199,7 +198,7 @@ def _quick_gelu_grad_body(op: Builder, n: NodeView) -> ir.Value:
     z, gate = _scaled_x_and_sigmoid(op, n)
     one = scalar(op, n, 1.0)
     derivative = op.Mul(gate, op.Add(op.Mul(z, op.Sub(one, gate)), one))
-    return op.Mul(n.dy, derivative)  # type: ignore[no-any-return]
+    return op.Mul(n.dy, derivative)
 
 
 QUICK_GELU, QUICK_GELU_GRAD = define_activation(
@@ -226,13 +225,13 @@ def _softplus(op: Builder, n: NodeView, beta: float, threshold: float) -> ir.Val
     z = n.x if beta == 1 else op.Mul(n.x, scalar(op, n, beta))
     smooth = op.own.Log1p(op.Exp(z))
     smooth = smooth if beta == 1 else op.Div(smooth, scalar(op, n, beta))
-    return op.Where(op.Greater(z, scalar(op, n, threshold)), n.x, smooth)  # type: ignore[no-any-return]
+    return op.Where(op.Greater(z, scalar(op, n, threshold)), n.x, smooth)
 
 
 def _softplus_grad_body(op: Builder, n: NodeView) -> ir.Value:
     z = op.Mul(n.x, scalar(op, n, n.beta))
     inside = op.Mul(n.dy, op.Sigmoid(z))
-    return op.Where(op.Greater(z, scalar(op, n, n.threshold)), n.dy, inside)  # type: ignore[no-any-return]
+    return op.Where(op.Greater(z, scalar(op, n, n.threshold)), n.dy, inside)
 
 
 def _capture_softplus(op: Builder, x: ir.Value, beta: float = 1, threshold: float = 20) -> Any:
@@ -267,7 +266,7 @@ def _mish_grad_body(op: Builder, n: NodeView) -> ir.Value:
     tanh, sigmoid = op.Tanh(op.Softplus(n.x)), op.Sigmoid(n.x)
     tanh_derivative = op.Sub(scalar(op, n, 1.0), op.Mul(tanh, tanh))
     derivative = op.Add(tanh, op.Mul(op.Mul(n.x, sigmoid), tanh_derivative))
-    return op.Mul(n.dy, derivative)  # type: ignore[no-any-return]
+    return op.Mul(n.dy, derivative)
 
 
 MISH, MISH_GRAD = define_activation(
@@ -284,7 +283,7 @@ MISH, MISH_GRAD = define_activation(
 def _log_sigmoid_body(op: Builder, n: NodeView) -> ir.Value:
     """Return min(0, x) - log1p(exp(-|x|))."""
     low = op.Min(n.x, scalar(op, n, 0.0))
-    return op.Sub(low, op.own.Log1p(op.Exp(op.Neg(op.Abs(n.x)))))  # type: ignore[no-any-return]
+    return op.Sub(low, op.own.Log1p(op.Exp(op.Neg(op.Abs(n.x)))))
 
 
 def _log_sigmoid_grad_call(n: NodeView, dy: Any, x: Any) -> Call:
@@ -313,7 +312,7 @@ def _generalized_elu(op: Builder, n: NodeView, alpha: float, scale: float, input
     positive = n.x if scale == 1 else op.Mul(n.x, scalar(op, n, scale))
     z = n.x if input_scale == 1 else op.Mul(n.x, scalar(op, n, input_scale))
     negative = op.Mul(op.own.Expm1(z), scalar(op, n, alpha * scale))
-    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), positive, negative)  # type: ignore[no-any-return]
+    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), positive, negative)
 
 
 def _elu_grad_body(op: Builder, n: NodeView) -> ir.Value:
@@ -321,7 +320,7 @@ def _elu_grad_body(op: Builder, n: NodeView) -> ir.Value:
     z = op.Mul(n.x, scalar(op, n, n.input_scale))
     negative = op.Mul(op.Mul(n.dy, scalar(op, n, factor)), op.Exp(z))
     positive = op.Mul(n.dy, scalar(op, n, n.scale))
-    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), positive, negative)  # type: ignore[no-any-return]
+    return op.Where(op.Greater(n.x, scalar(op, n, 0.0)), positive, negative)
 
 
 def _capture_elu(op: Builder, x: ir.Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:

@@ -86,8 +86,7 @@ def request(q: ir.Value) -> None:
 
 
 def _kernel(direction: str, q: Tensor) -> Callable[..., None]:
-    function: Callable[..., None] = getattr(LIBRARIES[q.dtype].functions, f"{direction}_{_C_TYPES[q.dtype]}")
-    return function
+    return getattr(LIBRARIES[q.dtype].functions, f"{direction}_{_C_TYPES[q.dtype]}")
 
 
 def forward(

@@ -127,8 +127,7 @@ def probabilities_of(op: Builder, n: NodeView) -> ir.Value:
         scores = op.Where(n.mask, scores, fill)
     elif n.mask is not None:
         scores = op.Add(scores, cast(op, n.mask, inner))
-    result: ir.Value = op.own.SafeSoftmax(scores, axis=-1) if n.safe else op.Softmax(scores, axis=-1)
-    return result
+    return op.own.SafeSoftmax(scores, axis=-1) if n.safe else op.Softmax(scores, axis=-1)
 
 
 def times_values(op: Builder, n: NodeView, p: ir.Value) -> ir.Value:

@@ -144,9 +144,7 @@ def attention(
         if results is not None:
             return results
     if _runs_flash(q, k, v, mask, is_causal, scale):
-        return aten_kernels.CPU_FLASH.get()(  # type: ignore[no-any-return]
-            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
+        return aten_kernels.CPU_FLASH.get()(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     return formula(q, k, v, ScoreOptions(scale, mask=mask, causal=is_causal))
 
 
@@ -168,9 +166,7 @@ def attention_backward(
         if gradients is not None:
             return gradients
     if _runs_flash(q, k, v, mask, is_causal, scale):
-        return aten_kernels.CPU_FLASH_GRAD.get()(  # type: ignore[no-any-return]
-            dy, q, k, v, y, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
+        return aten_kernels.CPU_FLASH_GRAD.get()(dy, q, k, v, y, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale)
     return formula_backward(dy, q, k, v, ScoreOptions(scale, mask=mask, causal=is_causal))
 
 

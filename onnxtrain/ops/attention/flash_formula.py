@@ -66,8 +66,7 @@ def sum_groups(dx: Tensor, x: Tensor) -> Tensor:
     """Add the gradients of the heads into which each head of k or v was repeated."""
     if dx.size(1) == x.size(1):
         return dx
-    summed: Tensor = dx.unflatten(1, (x.size(1), -1) if x.size(1) else (0, 1)).sum(2)
-    return summed
+    return dx.unflatten(1, (x.size(1), -1) if x.size(1) else (0, 1)).sum(2)
 
 
 def _masked_scores(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor, Tensor]:

@@ -164,7 +164,6 @@ def _replayed_dropout(state: Tensor, ratio: float) -> Callable[[Tensor], Tensor]
             with torch.random.fork_rng(devices=[x.device]):
                 torch.cuda.set_rng_state(state.view(torch.uint8), x.device)
                 masks.append(torch.native_dropout(x, ratio, True)[1])
-        dropped: Tensor = torch.ops.aten.native_dropout_backward.default(x, masks[0], 1 / (1 - ratio))
-        return dropped
+        return torch.ops.aten.native_dropout_backward.default(x, masks[0], 1 / (1 - ratio))
 
     return drop

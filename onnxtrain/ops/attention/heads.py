@@ -31,8 +31,7 @@ def repeat_heads(op: Builder, value: ir.Value, count: Size) -> ir.Value:
     expanded = op.Unsqueeze(value, constant_axes(op, len(batch) + 1))
     expanded = op.Expand(expanded, op.sizes([*batch, heads, count, rows, columns]))
     shape = op.sizes([*batch, sizes.multiply(heads, count), rows, columns])
-    result: ir.Value = op.Reshape(expanded, shape, allowzero=1)
-    return result
+    return op.Reshape(expanded, shape, allowzero=1)
 
 
 def strip_repeat(op: Builder, value: ir.Value) -> tuple[ir.Value, Size]:

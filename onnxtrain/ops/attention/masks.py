@@ -25,14 +25,12 @@ def causal_mask(op: Builder, rows: Size, columns: Size, dtype: ir.DataType) -> i
 
 def causal_visibility(op: Builder, rows: Size, columns: Size) -> ir.Value:
     """Return the bool mask [rows, columns] with which row r attends to columns 0 to r."""
-    result: ir.Value = op.Trilu(filled(op, [rows, columns], 1, ir.DataType.BOOL), upper=0)
-    return result
+    return op.Trilu(filled(op, [rows, columns], 1, ir.DataType.BOOL), upper=0)
 
 
 def additive_mask(op: Builder, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
     """Convert a bool mask, true for the columns that are attended to, to 0 and -inf."""
-    result: ir.Value = op.Where(mask, op.scalar(0.0, dtype), op.scalar(-math.inf, dtype))
-    return result
+    return op.Where(mask, op.scalar(0.0, dtype), op.scalar(-math.inf, dtype))
 
 
 def is_causal_mask(mask: ir.Value | None) -> bool:

@@ -129,7 +129,7 @@ def _scale(n: NodeView, head: Size) -> float:
 def _causal_mask(op: Builder, rows: Size, columns: Size, past: Size) -> ir.Value:
     """Return the bool mask [rows, columns], true where key j is not later than query i: j <= i + past."""
     queries = op.Add(vector_along(op, arange(op, rows), 0, 2), op.size(past))
-    return op.LessOrEqual(vector_along(op, arange(op, columns), 1, 2), queries)  # type: ignore[no-any-return]
+    return op.LessOrEqual(vector_along(op, arange(op, columns), 1, 2), queries)
 
 
 def _masked(op: Builder, n: NodeView, scores: ir.Value) -> ir.Value:
@@ -141,8 +141,8 @@ def _masked(op: Builder, n: NodeView, scores: ir.Value) -> ir.Value:
     if n.mask is None:
         return scores
     if dtype_of(n.mask) == ir.DataType.BOOL:
-        return op.Where(n.mask, scores, minus_infinity)  # type: ignore[no-any-return]
-    return op.Add(scores, cast(op, n.mask, dtype_of(scores)))  # type: ignore[no-any-return]
+        return op.Where(n.mask, scores, minus_infinity)
+    return op.Add(scores, cast(op, n.mask, dtype_of(scores)))
 
 
 def _attention_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:

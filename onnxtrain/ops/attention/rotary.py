@@ -56,13 +56,11 @@ def _rotate(op: Builder, x: ir.Value, transpose: bool = False) -> ir.Value:
 
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
-    y: ir.Value = op.Add(op.Mul(n.x, n.cos), op.Mul(_rotate(op, n.x), n.sin))
-    return y
+    return op.Add(op.Mul(n.x, n.cos), op.Mul(_rotate(op, n.x), n.sin))
 
 
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
-    dx: ir.Value = op.Add(op.Mul(n.dy, n.cos), _rotate(op, op.Mul(n.dy, n.sin), transpose=True))
-    return dx
+    return op.Add(op.Mul(n.dy, n.cos), _rotate(op, op.Mul(n.dy, n.sin), transpose=True))
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> Sequence[ir.Value | None]:

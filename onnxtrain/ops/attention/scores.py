@@ -118,8 +118,7 @@ def apply_dropout_mask(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     """Apply the dropout mask of a gradient node to x; return x if the node has none."""
     if n.dropout_mask is None:
         return x
-    result: ir.Value = op.ms.DropoutGrad(x, n.dropout_mask, n.ratio, op.scalar(True, ir.DataType.BOOL))
-    return result
+    return op.ms.DropoutGrad(x, n.dropout_mask, n.ratio, op.scalar(True, ir.DataType.BOOL))
 
 
 def matmul_gradients(

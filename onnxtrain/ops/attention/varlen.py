@@ -153,8 +153,7 @@ def _pairs(op: Builder, n: NodeView) -> _Pairs:
 def _bias_index(op: Builder, n: NodeView, pairs: _Pairs) -> ir.Value:
     """Return the index of each score's bias in bias[h, l * s]."""
     index = op.Add(op.Mul(pairs.row, op.size(sizes.dims_of(n.bias)[2])), pairs.column)
-    result: ir.Value = op.Where(pairs.visible, index, op.scalar(0, _INT64))
-    return result
+    return op.Where(pairs.visible, index, op.scalar(0, _INT64))
 
 
 def score_index(op: Builder, n: NodeView, pairs: _Pairs) -> ir.Value:
@@ -175,7 +174,7 @@ def score_index(op: Builder, n: NodeView, pairs: _Pairs) -> ir.Value:
     start, rows, columns = (op.Gather(x, pairs.sequence, axis=0) for x in (start, rows, columns))
     head = unsqueezed(op, arange(op, heads), 1, 2)
     line = op.Add(op.Mul(head, rows), pairs.row)
-    return op.Add(op.Add(op.Mul(line, columns), pairs.column), start)  # type: ignore[no-any-return]
+    return op.Add(op.Add(op.Mul(line, columns), pairs.column), start)
 
 
 def _heads_first(op: Builder, x: ir.Value, heads: sizes.Size, dtype: ir.DataType) -> ir.Value:

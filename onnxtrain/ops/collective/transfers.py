@@ -84,8 +84,7 @@ def _shard_type(n: NodeView) -> tuple[TensorType]:
 
 def wait(op: Builder, pending: ir.Value, source: ir.Value) -> ir.Value:
     """Return the result of a collective of `source`."""
-    result: ir.Value = op.own.WaitCollective(pending, source)
-    return result
+    return op.own.WaitCollective(pending, source)
 
 
 def _define(
@@ -125,8 +124,7 @@ def _define(
 def _capture(name: str, operator: Operator, op: Builder, *arguments: Any) -> ir.Value:
     tensors = [argument for argument in arguments if isinstance(argument, ir.Value)]
     attributes = dict(zip(operator.attributes, arguments[len(tensors) :], strict=True))
-    result: ir.Value = getattr(op.own, name)(*tensors, **attributes)
-    return result
+    return getattr(op.own, name)(*tensors, **attributes)
 
 
 # Kernels
@@ -135,27 +133,23 @@ def _capture(name: str, operator: Operator, op: Builder, *arguments: Any) -> ir.
 def _all_reduce(x: Tensor, reduction: str, size: int, group: str) -> Tensor:
     if size == 1:
         return x.clone()
-    result: Tensor = functional_collectives.all_reduce(x.contiguous(), reduction, group)
-    return result
+    return functional_collectives.all_reduce(x.contiguous(), reduction, group)
 
 
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     if size == 1:
         return x.clone()
-    result: Tensor = functional_collectives.all_gather_into_tensor(x.contiguous(), size, group)
-    return result
+    return functional_collectives.all_gather_into_tensor(x.contiguous(), size, group)
 
 
 def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     if size == 1:
         return x.clone()
-    result: Tensor = functional_collectives.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
-    return result
+    return functional_collectives.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
 
 
 def _wait(pending: Tensor, source: Tensor) -> Tensor:
-    result: Tensor = functional_collectives.wait_tensor(pending)
-    return result
+    return functional_collectives.wait_tensor(pending)
 
 
 def sum_over_ranks(x: Tensor, size: int, group: str, reduction: str = "sum") -> Tensor:
@@ -172,8 +166,7 @@ def _all_reduce_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
 
 def _all_gather_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     if n.equal_cotangents:
-        result: ir.Value = op.own.LocalShard(dy, group=n.group, size=n.size, rank=n.rank)
-        return result
+        return op.own.LocalShard(dy, group=n.group, size=n.size, rank=n.rank)
     return wait(op, op.own.ReduceScatter(dy, group=n.group, size=n.size, rank=n.rank), dy)
 
 

@@ -391,8 +391,7 @@ def _weight_gradient_by_convolution(op: Builder, n: NodeView, image: ir.Value, c
     cotangent = op.Transpose(cotangent, perm=[1, 0, *inner_axes])
     dw = op.Conv(image, cotangent, strides=dilations, dilations=strides, pads=[*pads, *pads], group=n.group)
     dw = cropped(op, dw, [0] * len(inner), spatial_sizes(n.w))
-    result: ir.Value = op.Transpose(dw, perm=[1, 0, *inner_axes])
-    return result
+    return op.Transpose(dw, perm=[1, 0, *inner_axes])
 
 
 def _weight_gradient_by_matmuls(op: Builder, n: NodeView, image: ir.Value, cotangent: ir.Value) -> ir.Value:
@@ -453,8 +452,7 @@ def _with_samples(op: Builder, x: ir.Value) -> ir.Value:
         return x
     padded_type = TensorType(dtype_of(x), (sizes.maximum(1, batch), *rest))
     inputs = (x, op.sizes([0, missing]), op.scalar(0, like=x), int64_vector(op, [0]))
-    result: ir.Value = op.node("", "Pad", inputs, {}, types=[padded_type]).outputs[0]
-    return result
+    return op.node("", "Pad", inputs, {}, types=[padded_type]).outputs[0]
 
 
 def _input_gradient(op: Builder, n: NodeView) -> ir.Value:
@@ -466,8 +464,7 @@ def _input_gradient(op: Builder, n: NodeView) -> ir.Value:
         sizes.subtract(sizes.add(s, 2 * p), covered_size(e, k, stride, dil)) for s, e, k, stride, p, dil in axes
     ]
     if all(isinstance(size, int) for size in uncovered):
-        dx: ir.Value = op.ConvTranspose(n.dy, n.w, pads=[*pads, *pads], output_padding=uncovered, **attributes)
-        return dx
+        return op.ConvTranspose(n.dy, n.w, pads=[*pads, *pads], output_padding=uncovered, **attributes)
     padded = padded_at_end(op, op.ConvTranspose(n.dy, n.w, **attributes), uncovered)
     return cropped(op, padded, pads, spatial_sizes(n.x))
 

@@ -35,7 +35,7 @@ def weight_gradient(
     """
     if LIBRARY.functions is None or not (dy.numel() and x.numel() and w.numel()):
         options = (None, strides, pads, dilations, False, [0, 0], 1, [False, True, False])
-        return torch.ops.aten.convolution_backward.default(dy, x, w, *options)[1]  # type: ignore[no-any-return]
+        return torch.ops.aten.convolution_backward.default(dy, x, w, *options)[1]
     dy, x = (v.contiguous(memory_format=torch.channels_last) for v in (dy, x))
     axes = zip(x.shape[2:], dy.shape[2:], w.shape[2:], strides, pads, dilations, strict=True)
     sizes = _int64_array((x.size(0), x.size(1), dy.size(1), *(size for axis in axes for size in axis)))

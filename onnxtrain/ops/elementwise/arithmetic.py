@@ -42,8 +42,7 @@ Grad = ir.Value | None
 def zeros_like(op: Builder, value: ir.Value) -> ir.Value:
     """Return zeros of a value's shape: the gradient of a step function, for which PyTorch returns zeros, not None."""
     shape = op.shape_of(value)
-    result: ir.Value = op.ConstantOfShape(shape, value=ir.tensor([0.0], dtype=dtype_of(value)))
-    return result
+    return op.ConstantOfShape(shape, value=ir.tensor([0.0], dtype=dtype_of(value)))
 
 
 def number_of(value: ir.Value) -> Any:
@@ -184,7 +183,7 @@ def _floor_divide_body(op: Builder, n: NodeView) -> ir.Value:
     """Follow PyTorch's algorithm, which is Python's: it does not round a / b before the floor."""
     a, b = n.a, n.b
     if not is_float(dtype_of(a)):
-        return op.Div(op.Sub(a, op.Mod(a, b)), b)  # type: ignore[no-any-return]
+        return op.Div(op.Sub(a, op.Mod(a, b)), b)
     zero, half, one = (op.scalar(v, like=a) for v in (0.0, 0.5, 1.0))
     remainder = op.Mod(a, b, fmod=1)
     quotient = op.Div(op.Sub(a, remainder), b)
@@ -193,15 +192,14 @@ def _floor_divide_body(op: Builder, n: NodeView) -> ir.Value:
     floor = op.Where(op.Greater(op.Sub(quotient, floor), half), op.Add(floor, one), floor)
     signed_zero = op.Mul(op.Div(a, b), zero)
     floor = op.Where(op.Equal(quotient, zero), signed_zero, floor)
-    return op.Where(op.Equal(b, zero), op.Div(a, b), floor)  # type: ignore[no-any-return]
+    return op.Where(op.Equal(b, zero), op.Div(a, b), floor)
 
 
 def _signs_differ(op: Builder, remainder: ir.Value, b: ir.Value) -> ir.Value:
     """Return whether a remainder is not 0 and its sign differs from the divisor's."""
     zero = op.scalar(0.0, like=b)
     differ = op.Xor(op.Less(remainder, zero), op.Less(b, zero))
-    result: ir.Value = op.And(op.Not(op.Equal(remainder, zero)), differ)
-    return result
+    return op.And(op.Not(op.Equal(remainder, zero)), differ)
 
 
 FLOOR_DIVIDE = define_binary(
@@ -243,7 +241,7 @@ def _remainder_body(op: Builder, n: NodeView) -> ir.Value:
     """Add b to fmod(a, b), which has the sign of a, where the signs of the two differ."""
     remainder = op.Mod(n.a, n.b, fmod=1)
     has_wrong_sign = _signs_differ(op, remainder, n.b)
-    return op.Where(has_wrong_sign, op.Add(remainder, n.b), remainder)  # type: ignore[no-any-return]
+    return op.Where(has_wrong_sign, op.Add(remainder, n.b), remainder)
 
 
 def _capture_remainder(op: Builder, a: Any, b: Any) -> Any:
@@ -285,11 +283,11 @@ def _host_neg(n: NodeView, x: Any) -> Any:
 def _sign_body(op: Builder, n: NodeView) -> ir.Value:
     """Return (x > 0) - (x < 0): as in PyTorch, the sign of NaN is 0."""
     zero, dtype = op.scalar(0, like=n.x), dtype_of(n.x)
-    return op.Sub(op.Cast(op.Greater(n.x, zero), to=dtype), op.Cast(op.Less(n.x, zero), to=dtype))  # type: ignore[no-any-return]
+    return op.Sub(op.Cast(op.Greater(n.x, zero), to=dtype), op.Cast(op.Less(n.x, zero), to=dtype))
 
 
 def _reciprocal_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Mul(op.Neg(dy), op.Mul(n.y, n.y))  # type: ignore[no-any-return]
+    return op.Mul(op.Neg(dy), op.Mul(n.y, n.y))
 
 
 NEG = define_unary(
@@ -369,7 +367,7 @@ def _lerp_body(op: Builder, n: NodeView) -> ir.Value:
     one, half = op.scalar(1.0, like=n.a), op.scalar(0.5, like=n.a)
     from_a = op.Add(n.a, op.Mul(n.weight, difference))
     from_b = op.Sub(n.b, op.Mul(difference, op.Sub(one, n.weight)))
-    return op.Where(op.Less(op.Abs(n.weight), half), from_a, from_b)  # type: ignore[no-any-return]
+    return op.Where(op.Less(op.Abs(n.weight), half), from_a, from_b)
 
 
 def _lerp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad, Grad]:
@@ -427,7 +425,7 @@ def _value(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _addcmul_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Add(n.a, op.Mul(op.Mul(_value(op, n), n.b), n.c))  # type: ignore[no-any-return]
+    return op.Add(n.a, op.Mul(op.Mul(_value(op, n), n.b), n.c))
 
 
 def _addcmul_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad, Grad]:
@@ -436,7 +434,7 @@ def _addcmul_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Gra
 
 
 def _addcdiv_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Add(n.a, op.Mul(_value(op, n), op.Div(n.b, n.c)))  # type: ignore[no-any-return]
+    return op.Add(n.a, op.Mul(_value(op, n), op.Div(n.b, n.c)))
 
 
 def _addcdiv_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad, Grad]:

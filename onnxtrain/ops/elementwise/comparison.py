@@ -156,13 +156,13 @@ def _isinf_call(n: NodeView, x: Any) -> Call:
 
 
 def _is_finite_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))  # type: ignore[no-any-return]
+    return op.Not(op.Or(op.IsNaN(n.x), op.IsInf(n.x)))
 
 
 def _sign_bit_body(op: Builder, n: NodeView) -> ir.Value:
     zero = op.scalar(0.0, like=n.x)
     is_negative_zero = op.And(op.Equal(n.x, zero), op.Less(op.Reciprocal(n.x), zero))
-    return op.Or(op.Less(n.x, zero), is_negative_zero)  # type: ignore[no-any-return]
+    return op.Or(op.Less(n.x, zero), is_negative_zero)
 
 
 IS_NAN = _define_predicate("IsNaN", "aten.isnan.default", torch.isnan)

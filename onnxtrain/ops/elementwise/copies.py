@@ -163,8 +163,7 @@ def overwritten(op: Builder, old: ir.Value, new: ir.Value) -> ir.Value:
         is_part = 0 in definition.aliases and numel(node.inputs[definition.aliases[0]]) != numel(old)
         if is_part or definition.gradient is NOT_DIFFERENTIABLE:
             return new
-    result: ir.Value = op.own.Overwritten(old, new)
-    return result
+    return op.own.Overwritten(old, new)
 
 
 def _clone_call(n: NodeView, x: Any) -> Method:
@@ -280,5 +279,4 @@ FLOPS.register(OVERWRITTEN, lambda n: 0)
 
 
 def _zeros_like(op: Builder, x: ir.Value) -> ir.Value:
-    result: ir.Value = op.Expand(op.scalar(0.0, like=x), op.shape_of(x))
-    return result
+    return op.Expand(op.scalar(0.0, like=x), op.shape_of(x))

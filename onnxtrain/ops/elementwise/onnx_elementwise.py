@@ -28,8 +28,7 @@ from onnxtrain.ops.elementwise.arithmetic import broadcast_terms
 
 
 def _mean_body(op: Builder, n: NodeView) -> ir.Value:
-    result: ir.Value = op.Div(op.Sum(*n.terms), op.scalar(len(n.terms), like=n.terms[0]))
-    return result
+    return op.Div(op.Sum(*n.terms), op.scalar(len(n.terms), like=n.terms[0]))
 
 
 def _mean_call(n: NodeView, terms: Sequence[Any]) -> Call:

@@ -32,8 +32,7 @@ def _terms(n: NodeView) -> list[tuple[ir.Value, float]]:
 
 
 def _sum_body(op: Builder, n: NodeView) -> ir.Value:
-    result: ir.Value = op.Sum(*(mul_scalar(op, x, factor) for x, factor in _terms(n)))
-    return result
+    return op.Sum(*(mul_scalar(op, x, factor) for x, factor in _terms(n)))
 
 
 def scaled_sum(terms: Sequence[torch.Tensor | None], factors: Sequence[float]) -> torch.Tensor:

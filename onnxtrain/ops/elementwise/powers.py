@@ -50,21 +50,21 @@ def _base_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
         return dy
     if exponent is not None:
         power = n.a if exponent == 2 else op.Pow(n.a, op.scalar(exponent - 1, like=n.a))
-        return op.Mul(dy, op.Mul(power, op.scalar(exponent, like=n.a)))  # type: ignore[no-any-return]
+        return op.Mul(dy, op.Mul(power, op.scalar(exponent, like=n.a)))
     b = cast(op, n.b, dtype_of(n.a))  # ONNX allows different types of a and b
     zero, one = op.scalar(0.0, like=b), op.scalar(1.0, like=b)
     gradient = op.Mul(dy, op.Mul(b, op.Pow(n.a, op.Sub(b, one))))
-    return op.Where(op.Equal(b, zero), zero, gradient)  # type: ignore[no-any-return]
+    return op.Where(op.Equal(b, zero), zero, gradient)
 
 
 def _exponent_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     """Return dy * (y * log a), and 0 where a is 0 and b >= 0."""
     base = number_of(n.a)
     if base is not None and base > 0:
-        return op.Mul(dy, op.Mul(n.y, op.scalar(math.log(base), like=n.y)))  # type: ignore[no-any-return]
+        return op.Mul(dy, op.Mul(n.y, op.scalar(math.log(base), like=n.y)))
     zero = op.scalar(0.0, like=n.b)
     is_constant = op.And(op.Equal(n.a, zero), op.GreaterOrEqual(n.b, zero))
-    return op.Mul(dy, op.Where(is_constant, zero, op.Mul(n.y, op.Log(n.a))))  # type: ignore[no-any-return]
+    return op.Mul(dy, op.Where(is_constant, zero, op.Mul(n.y, op.Log(n.a))))
 
 
 def _pow_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
@@ -105,12 +105,12 @@ def _pow_in_cpp(source: Source, n: NodeView, inputs: list[Array]) -> list[Array]
 
 
 def _sqrt_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Div(dy, op.Mul(n.y, op.scalar(2, like=n.y)))  # type: ignore[no-any-return]
+    return op.Div(dy, op.Mul(n.y, op.scalar(2, like=n.y)))
 
 
 def _rsqrt_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     cubed = op.Pow(n.y, op.scalar(3, like=n.y))
-    return op.Mul(op.Mul(dy, op.scalar(-0.5, like=dy)), cubed)  # type: ignore[no-any-return]
+    return op.Mul(op.Mul(dy, op.scalar(-0.5, like=dy)), cubed)
 
 
 SQRT = define_unary(
@@ -142,15 +142,15 @@ def _expm1_body(op: Builder, n: NodeView) -> ir.Value:
     u_minus_one = op.Sub(u, one)
     kahan = op.Div(op.Mul(u_minus_one, n.x), op.Log(u))
     kahan = op.Where(op.Or(op.Equal(u_minus_one, minus_one), op.IsInf(u)), u_minus_one, kahan)
-    return op.Where(op.Equal(u, one), n.x, kahan)  # type: ignore[no-any-return]
+    return op.Where(op.Equal(u, one), n.x, kahan)
 
 
 def _expm1_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Mul(dy, op.Add(n.y, op.scalar(1, like=n.y)))  # type: ignore[no-any-return]
+    return op.Mul(dy, op.Add(n.y, op.scalar(1, like=n.y)))
 
 
 def _exp2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Mul(op.Mul(dy, n.y), op.scalar(math.log(2), like=dy))  # type: ignore[no-any-return]
+    return op.Mul(op.Mul(dy, n.y), op.scalar(math.log(2), like=dy))
 
 
 EXP = define_unary(
@@ -190,21 +190,21 @@ def _log1p_body(op: Builder, n: NodeView) -> ir.Value:
     u = op.Add(n.x, one)
     kahan = op.Div(op.Mul(op.Log(u), n.x), op.Sub(u, one))
     kahan = op.Where(op.IsInf(u), op.Log(u), kahan)
-    return op.Where(op.Equal(u, one), n.x, kahan)  # type: ignore[no-any-return]
+    return op.Where(op.Equal(u, one), n.x, kahan)
 
 
 def _log1p_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Div(dy, op.Add(n.x, op.scalar(1, like=n.x)))  # type: ignore[no-any-return]
+    return op.Div(dy, op.Add(n.x, op.scalar(1, like=n.x)))
 
 
 def _define_logarithm(name: str, log_of_base: float, kernel: Any) -> None:
     """Define a logarithm whose base has no ONNX op."""
 
     def body(op: Builder, n: NodeView) -> ir.Value:
-        return op.Mul(op.Log(n.x), op.scalar(1 / log_of_base, like=n.x))  # type: ignore[no-any-return]
+        return op.Mul(op.Log(n.x), op.scalar(1 / log_of_base, like=n.x))
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-        return op.Div(dy, op.Mul(n.x, op.scalar(log_of_base, like=n.x)))  # type: ignore[no-any-return]
+        return op.Div(dy, op.Mul(n.x, op.scalar(log_of_base, like=n.x)))
 
     define_unary(name, f"aten.{name.lower()}.default", kernel, gradient, domain=OWN, body=body)
 
@@ -234,7 +234,7 @@ def _logaddexp_body(op: Builder, n: NodeView) -> ir.Value:
     minus_distance = op.Neg(op.Abs(op.Sub(n.a, n.b)))
     is_same_infinity = op.And(op.IsInf(n.a), op.Equal(n.a, n.b))
     log_sum = op.Add(maximum, op.own.Log1p(op.Exp(minus_distance)))
-    return op.Where(is_same_infinity, n.a, log_sum)  # type: ignore[no-any-return]
+    return op.Where(is_same_infinity, n.a, log_sum)
 
 
 def _logaddexp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:

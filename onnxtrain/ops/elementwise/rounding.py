@@ -40,7 +40,7 @@ def _define_rounding(
 
 
 def _trunc_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Where(op.Less(n.x, op.scalar(0.0, like=n.x)), op.Ceil(n.x), op.Floor(n.x))  # type: ignore[no-any-return]
+    return op.Where(op.Less(n.x, op.scalar(0.0, like=n.x)), op.Ceil(n.x), op.Floor(n.x))
 
 
 FLOOR = _define_rounding("Floor", torch.floor)

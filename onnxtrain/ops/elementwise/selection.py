@@ -88,8 +88,7 @@ CPP.register(WHERE, Elementwise("{0} ? {1} : {2}"))
 
 def _is_not_chosen(name: str, op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
     """Return whether b is chosen over a; False if they are equal or one is NaN."""
-    result: ir.Value = op.Less(a, b) if name == "Max" else op.Greater(a, b)
-    return result
+    return op.Less(a, b) if name == "Max" else op.Greater(a, b)
 
 
 def _gradients_of_two(name: str, op: Builder, dy: ir.Value, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -220,7 +219,7 @@ def _clamp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, ...]:
 
 def _clamp_body(op: Builder, n: NodeView) -> ir.Value:
     above = n.x if n.min is None else op.Max(n.x, n.min)
-    return above if n.max is None else op.Min(above, n.max)  # type: ignore[no-any-return]
+    return above if n.max is None else op.Min(above, n.max)
 
 
 def _clamp_types(n: NodeView) -> Sequence[TensorType]:
@@ -282,11 +281,11 @@ def _nan_to_num_body(op: Builder, n: NodeView) -> ir.Value:
     nan, high, low = (op.scalar(v, like=n.x) for v in _replacements(n))
     result = op.Where(op.IsInf(n.x, detect_negative=0), high, n.x)
     result = op.Where(op.IsInf(n.x, detect_positive=0), low, result)
-    return op.Where(op.IsNaN(n.x), nan, result)  # type: ignore[no-any-return]
+    return op.Where(op.IsNaN(n.x), nan, result)
 
 
 def _nan_to_num_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Mul(dy, op.Cast(op.ms.IsFinite(n.x), to=dtype_of(dy)))  # type: ignore[no-any-return]
+    return op.Mul(dy, op.Cast(op.ms.IsFinite(n.x), to=dtype_of(dy)))
 
 
 def _capture_nan_to_num(

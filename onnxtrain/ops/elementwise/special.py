@@ -39,17 +39,17 @@ def _zero(op: Builder, like: ir.Value) -> ir.Value:
 
 def _erfc_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     exponential = op.Exp(op.Neg(op.Mul(n.x, n.x)))
-    return op.Mul(mul_scalar(op, exponential, -2 / math.sqrt(math.pi)), dy)  # type: ignore[no-any-return]
+    return op.Mul(mul_scalar(op, exponential, -2 / math.sqrt(math.pi)), dy)
 
 
 def _erfc_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Sub(op.scalar(1, like=n.x), op.Erf(n.x))  # type: ignore[no-any-return]
+    return op.Sub(op.scalar(1, like=n.x), op.Erf(n.x))
 
 
 def _sinc_body(op: Builder, n: NodeView) -> ir.Value:
     angle, one = mul_scalar(op, n.x, math.pi), op.scalar(1, like=n.x)
     at_zero = op.Equal(n.x, _zero(op, n.x))
-    return op.Where(at_zero, one, op.Div(op.Sin(angle), op.Where(at_zero, one, angle)))  # type: ignore[no-any-return]
+    return op.Where(at_zero, one, op.Div(op.Sin(angle), op.Where(at_zero, one, angle)))
 
 
 def _sinc_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
@@ -57,17 +57,17 @@ def _sinc_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     angle, at_zero = mul_scalar(op, n.x, math.pi), op.Equal(n.x, _zero(op, n.x))
     numerator = op.Sub(op.Mul(angle, op.Cos(angle)), op.Sin(angle))
     derivative = op.Div(numerator, op.Mul(angle, n.x))
-    return op.Mul(dy, op.Where(at_zero, _zero(op, n.x), derivative))  # type: ignore[no-any-return]
+    return op.Mul(dy, op.Where(at_zero, _zero(op, n.x), derivative))
 
 
 def _entr_body(op: Builder, n: NodeView) -> ir.Value:
     zero = _zero(op, n.x)
     entropy = op.Where(op.Equal(n.x, zero), zero, op.Mul(op.Neg(n.x), op.Log(n.x)))
-    return op.Where(op.Less(n.x, zero), op.scalar(-math.inf, like=n.x), entropy)  # type: ignore[no-any-return]
+    return op.Where(op.Less(n.x, zero), op.scalar(-math.inf, like=n.x), entropy)
 
 
 def _entr_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Mul(dy, op.Neg(add_scalar(op, op.Log(n.x), 1)))  # type: ignore[no-any-return]
+    return op.Mul(dy, op.Neg(add_scalar(op, op.Log(n.x), 1)))
 
 
 define_unary(
@@ -102,7 +102,7 @@ def _x_log(log: Callable[[Builder, ir.Value], ir.Value], argument: Callable[[Bui
 
     def body(op: Builder, n: NodeView) -> ir.Value:
         is_zero = op.And(op.Equal(n.a, _zero(op, n.a)), op.Not(op.IsNaN(n.b)))
-        return op.Where(is_zero, _zero(op, n.a), op.Mul(n.a, log(op, n.b)))  # type: ignore[no-any-return]
+        return op.Where(is_zero, _zero(op, n.a), op.Mul(n.a, log(op, n.b)))
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
         is_constant = op.And(op.Equal(n.a, _zero(op, n.a)), op.LessOrEqual(argument(op, n.b), _zero(op, n.b)))
@@ -146,7 +146,7 @@ def _copysign_body(op: Builder, n: NodeView) -> ir.Value:
     zero, magnitude = _zero(op, n.b), op.Abs(n.a)
     minus_zero = op.And(op.Equal(n.b, zero), op.Less(op.Reciprocal(n.b), zero))
     is_negative = op.Or(op.Less(n.b, zero), minus_zero)
-    return op.Where(is_negative, op.Neg(magnitude), magnitude)  # type: ignore[no-any-return]
+    return op.Where(is_negative, op.Neg(magnitude), magnitude)
 
 
 def _copysign_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
@@ -172,7 +172,7 @@ def _define_nan_ignoring_extreme(name: str, kernel: Any, *, is_max: bool) -> Non
     def is_a(op: Builder, n: NodeView) -> ir.Value:
         """Return whether a is the result."""
         wins = op.GreaterOrEqual(n.a, n.b) if is_max else op.LessOrEqual(n.a, n.b)
-        return op.Or(wins, op.IsNaN(n.b))  # type: ignore[no-any-return]
+        return op.Or(wins, op.IsNaN(n.b))
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:
         chosen, zero = is_a(op, n), _zero(op, dy)
@@ -180,7 +180,7 @@ def _define_nan_ignoring_extreme(name: str, kernel: Any, *, is_max: bool) -> Non
         return da, op.Where(chosen, zero, dy) if n.wants("b") else None
 
     def body(op: Builder, n: NodeView) -> ir.Value:
-        return op.Where(is_a(op, n), n.a, n.b)  # type: ignore[no-any-return]
+        return op.Where(is_a(op, n), n.a, n.b)
 
     define_binary(name, _overloads(name, f"{name.lower()}.default"), kernel, gradient, domain=OWN, body=body)
 

@@ -42,8 +42,7 @@ def _define_function(
 def _square_plus(op: Builder, value: ir.Value, sign: int, offset: int) -> ir.Value:
     """Return sign * value^2 + offset; `sign` is 1 or -1."""
     square = op.Mul(op.Neg(value) if sign < 0 else value, value)
-    result: ir.Value = op.Add(square, op.scalar(offset, like=value))
-    return result
+    return op.Add(square, op.scalar(offset, like=value))
 
 
 SIN = _define_function("Sin", torch.sin, lambda op, n: op.Cos(n.x))
@@ -70,16 +69,16 @@ _define_function(
 
 
 def _atan_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Div(dy, _square_plus(op, n.x, 1, 1))  # type: ignore[no-any-return]
+    return op.Div(dy, _square_plus(op, n.x, 1, 1))
 
 
 def _atanh_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Div(dy, _square_plus(op, n.x, -1, 1))  # type: ignore[no-any-return]
+    return op.Div(dy, _square_plus(op, n.x, -1, 1))
 
 
 def _erf_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     exponential = op.Exp(op.Neg(op.Mul(n.x, n.x)))
-    return op.Mul(op.Mul(exponential, op.scalar(2 / math.sqrt(math.pi), like=n.x)), dy)  # type: ignore[no-any-return]
+    return op.Mul(op.Mul(exponential, op.scalar(2 / math.sqrt(math.pi), like=n.x)), dy)
 
 
 ATAN = define_unary("Atan", ("aten.atan.default", "aten.arctan.default"), torch.atan, _atan_gradient)
@@ -100,8 +99,7 @@ def _is_negative(op: Builder, value: ir.Value) -> ir.Value:
     """Return whether the sign bit is set; the reciprocal of -0.0 is negative."""
     zero = op.scalar(0.0, like=value)
     minus_zero = op.And(op.Equal(value, zero), op.Less(op.Reciprocal(value), zero))
-    result: ir.Value = op.Or(op.Less(value, zero), minus_zero)
-    return result
+    return op.Or(op.Less(value, zero), minus_zero)
 
 
 def _atan2_body(op: Builder, n: NodeView) -> ir.Value:
@@ -112,7 +110,7 @@ def _atan2_body(op: Builder, n: NodeView) -> ir.Value:
     angle = op.Where(op.And(op.IsInf(n.a), op.IsInf(n.b)), op.scalar(math.pi / 4, like=n.a), angle)
     angle = op.Where(op.And(op.Equal(abs_a, zero), op.Equal(abs_b, zero)), zero, angle)
     angle = op.Where(_is_negative(op, n.b), op.Sub(op.scalar(math.pi, like=n.a), angle), angle)
-    return op.Where(_is_negative(op, n.a), op.Neg(angle), angle)  # type: ignore[no-any-return]
+    return op.Where(_is_negative(op, n.a), op.Neg(angle), angle)
 
 
 def _atan2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[Grad, Grad]:

@@ -46,7 +46,7 @@ def add_in_order(x: torch.Tensor, axes: Sequence[int], index: Index, updates: to
         IndexError: an index is out of range.
     """
     if x.device.type != "cpu":
-        return torch.ops.aten.index_put.default(x, aten_indices(axes, index), updates, True)  # type: ignore[no-any-return]
+        return torch.ops.aten.index_put.default(x, aten_indices(axes, index), updates, True)
     for axis, tensor in zip(axes, index, strict=True):
         size = x.size(axis)
         if tensor.numel() and not (-size <= int(tensor.min()) and int(tensor.max()) < size):

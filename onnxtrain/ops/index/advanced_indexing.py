@@ -64,8 +64,7 @@ def _coordinates(op: Builder, indices: Sequence[ir.Value]) -> ir.Value:
     """Broadcast the indices together and stack them along a new last axis, as GatherND requires."""
     shape = _index_shape(indices)
     columns = [unsqueezed(op, expanded(op, cast(op, i, ir.DataType.INT64), shape), -1) for i in indices]
-    result: ir.Value = op.Concat(*columns, axis=len(shape)) if len(columns) > 1 else columns[0]
-    return result
+    return op.Concat(*columns, axis=len(shape)) if len(columns) > 1 else columns[0]
 
 
 def _index_body(op: Builder, n: NodeView) -> ir.Value:
@@ -283,8 +282,7 @@ def _capture_index_put(
     axes, tensors = _axes_and_indices(op, x, indices, None)
     if not tensors:
         return NotImplemented
-    result: ir.Value = op.own.IndexPut(x, values, *tensors, axes=axes, accumulate=int(accumulate))
-    return result
+    return op.own.IndexPut(x, values, *tensors, axes=axes, accumulate=int(accumulate))
 
 
 def _masked_fill(op: Builder, x: ir.Value, mask: ir.Value, axis: int, value: ir.Value) -> ir.Value:
@@ -292,8 +290,7 @@ def _masked_fill(op: Builder, x: ir.Value, mask: ir.Value, axis: int, value: ir.
     mask = cast(op, mask, ir.DataType.BOOL)
     trailing = rank_of(x) - axis - rank_of(mask)
     mask = unsqueezed(op, mask, *range(rank_of(mask), rank_of(mask) + trailing))
-    result: ir.Value = op.Where(mask, value, x)
-    return result
+    return op.Where(mask, value, x)
 
 
 INDEX_PUT = define_movement(

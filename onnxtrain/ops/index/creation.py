@@ -29,8 +29,7 @@ from onnxtrain.ops.symbolic_ints import known_ints, required_ints
 def filled(op: Builder, shape: Sequence[Size], value: complex, dtype: ir.DataType) -> ir.Value:
     """Return a tensor of this shape filled with a value."""
     tensor = ir.tensor(np.array([value]).astype(dtype.numpy()), dtype=dtype)
-    result: ir.Value = op.ConstantOfShape(op.sizes(shape), value=tensor)
-    return result
+    return op.ConstantOfShape(op.sizes(shape), value=tensor)
 
 
 def zeros_like(op: Builder, value: ir.Value) -> ir.Value:
@@ -121,8 +120,7 @@ def _fill_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
 
 def integer_range(op: Builder, start: Size, limit: Size, delta: Size = 1) -> ir.Value:
     """Return the integers from `start`, in steps of `delta`, excluding `limit`, as an int64 vector."""
-    result: ir.Value = op.Range(op.size(start), op.size(limit), op.size(delta))
-    return result
+    return op.Range(op.size(start), op.size(limit), op.size(delta))
 
 
 def _range_type(n: NodeView) -> Sequence[TensorType]:

@@ -28,11 +28,9 @@ def _capture(op: Builder, a: ir.Value, b: ir.Value, *, dim: int = -1) -> Any:
 def _body(op: Builder, n: NodeView) -> ir.Value:
     def rolled(x: ir.Value, steps: int) -> ir.Value:
         indices = op.constant([(i + steps) % 3 for i in range(3)], ir.DataType.INT64)
-        result: ir.Value = op.Gather(x, indices, axis=n.axis)
-        return result
+        return op.Gather(x, indices, axis=n.axis)
 
-    result: ir.Value = op.Sub(op.Mul(rolled(n.a, 1), rolled(n.b, 2)), op.Mul(rolled(n.a, 2), rolled(n.b, 1)))
-    return result
+    return op.Sub(op.Mul(rolled(n.a, 1), rolled(n.b, 2)), op.Mul(rolled(n.a, 2), rolled(n.b, 1)))
 
 
 def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:

@@ -367,8 +367,7 @@ def _embedding_grad_body(op: Builder, n: NodeView) -> ir.Value:
         one = op.Expand(op.scalar(1.0, dtype), op.shape_of(flat))
         counts = scatter_rows(op, zeros(op, (row_count,), dtype), flat, one, 0, reduction="add")
         dy = op.Div(dy, op.Unsqueeze(op.Gather(counts, rows, axis=0), op.constant([-1], ir.DataType.INT64)))
-    result: ir.Value = op.ms.GatherGrad(n.shape, n.rows, dy, n.added, axis=0)
-    return result
+    return op.ms.GatherGrad(n.shape, n.rows, dy, n.added, axis=0)
 
 
 def _embedding_grad_axes(n: NodeView) -> str:

@@ -77,8 +77,7 @@ def _capture_take_along(op: Builder, x: ir.Value, indices: ir.Value, dim: int | 
     )
     x = expanded(op, x, (*shared[:axis], x_shape[axis], *shared[axis + 1 :]))
     indices = expanded(op, indices, (*shared[:axis], index_shape[axis], *shared[axis + 1 :]))
-    result: ir.Value = op.GatherElements(x, indices, axis=axis)
-    return result
+    return op.GatherElements(x, indices, axis=axis)
 
 
 def _torch_indices(n: NodeView, indices: Any, x: Any) -> Any:
@@ -124,8 +123,7 @@ def _lower_gather_grad(n: NodeView, dy: Any, shape: Any, indices: Any) -> Call:
 def _gather_grad_body(op: Builder, n: NodeView) -> ir.Value:
     indices = cast(op, n.indices, ir.DataType.INT64)
     dx = zeros(op, sizes.dims_of(n.dx), dtype_of(n.dy))
-    result: ir.Value = op.ScatterElements(dx, indices, n.dy, axis=axis_of(n, n.dy), reduction="add")
-    return result
+    return op.ScatterElements(dx, indices, n.dy, axis=axis_of(n, n.dy), reduction="add")
 
 
 def _gather_grad_axes(n: NodeView) -> str:

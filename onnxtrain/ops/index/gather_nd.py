@@ -114,8 +114,7 @@ def _gather_nd_grad_body(op: Builder, n: NodeView) -> ir.Value:
             for i, size in enumerate(batch)
         ]
         indices = op.Concat(*columns, indices, axis=len(outer))
-    result: ir.Value = op.ScatterND(zeros(op, sizes.dims_of(n.dx), dtype_of(n.dy)), indices, n.dy, reduction="add")
-    return result
+    return op.ScatterND(zeros(op, sizes.dims_of(n.dx), dtype_of(n.dy)), indices, n.dy, reduction="add")
 
 
 def _gather_nd_grad_axes(n: NodeView) -> str:

@@ -106,8 +106,7 @@ def _capture_fill(op: Builder, x: ir.Value, dim: int, index: ir.Value, value: An
         false, true = (op.scalar(boolean, ir.DataType.BOOL) for boolean in (False, True))
         mask = expanded(op, false, sizes.dims_of(x))
         mask = _build(op, "IndexCopy", mask, dim, index, expanded(op, true, source_shape))
-        result: ir.Value = op.Where(mask, cast(op, value, dtype_of(x)), x)
-        return result
+        return op.Where(mask, cast(op, value, dtype_of(x)), x)
     return _build(op, "IndexCopy", x, dim, index, expanded(op, as_value(op, value, dtype_of(x)), source_shape))
 
 

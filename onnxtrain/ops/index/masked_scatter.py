@@ -29,8 +29,7 @@ def _flat(op: Builder, value: ir.Value) -> ir.Value:
 def _true_counts(op: Builder, mask: ir.Value) -> ir.Value:
     """Return for each element of a flat mask the number of true elements before it."""
     ones = op.Cast(mask, to=ir.DataType.INT64)
-    result: ir.Value = op.CumSum(ones, op.constant(0, ir.DataType.INT64), exclusive=1)
-    return result
+    return op.CumSum(ones, op.constant(0, ir.DataType.INT64), exclusive=1)
 
 
 def _scatter_body(op: Builder, n: NodeView) -> ir.Value:
@@ -42,8 +41,7 @@ def _scatter_body(op: Builder, n: NodeView) -> ir.Value:
     source = op.Concat(_flat(op, n.source), op.constant([0], dtype_of(n.x)), axis=0)
     indices = op.Where(mask, _true_counts(op, mask), op.scalar(0, ir.DataType.INT64))
     written = reshaped(op, op.Gather(source, indices, axis=0), sizes.dims_of(n.x))
-    result: ir.Value = op.Where(n.mask, written, n.x)
-    return result
+    return op.Where(n.mask, written, n.x)
 
 
 def _scatter_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value | None, None, ir.Value | None]:
@@ -55,8 +53,7 @@ def _scatter_gradient(op: Builder, n: NodeView, dy: ir.Value) -> tuple[ir.Value 
 def _capture_masked_scatter(op: Builder, x: ir.Value, mask: ir.Value, source: ir.Value) -> ir.Value:
     dtype, shape = op.out[0]
     x, mask = expanded(op, x, shape), expanded(op, mask, shape)
-    result: ir.Value = op.own.MaskedScatter(x, mask, cast(op, source, dtype))
-    return result
+    return op.own.MaskedScatter(x, mask, cast(op, source, dtype))
 
 
 MASKED_SCATTER = define_movement(

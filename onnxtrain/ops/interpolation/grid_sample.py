@@ -285,7 +285,7 @@ def _axis_coordinates(op: Builder, n: NodeView, extent: Size) -> ir.Value:
         return add_scalar(op, op.Div(add_scalar(op, mul_scalar(op, index, 2), 1), size), -1)
     is_single = op.Equal(size, one)
     coordinates = add_scalar(op, op.Div(mul_scalar(op, index, 2), op.Where(is_single, one, op.Sub(size, one))), -1)
-    return op.Where(is_single, op.scalar(0, dtype), coordinates)  # type: ignore[no-any-return]
+    return op.Where(is_single, op.scalar(0, dtype), coordinates)
 
 
 def _grid_body(op: Builder, n: NodeView) -> ir.Value:

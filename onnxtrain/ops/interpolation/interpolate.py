@@ -87,7 +87,7 @@ def _scale(n: NodeView) -> float:
 
 def _scaled_size_body(op: Builder, n: NodeView) -> ir.Value:
     scaled = op.Mul(op.Cast(n.x, to=ir.DataType.DOUBLE), op.scalar(_scale(n), ir.DataType.DOUBLE))
-    return op.Cast(op.Floor(scaled), to=INT64)  # type: ignore[no-any-return]
+    return op.Cast(op.Floor(scaled), to=INT64)
 
 
 def scaled_size(x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -149,17 +149,16 @@ def _ratio(op: Builder, n: NodeView, axis: int, size: Size, out: Size, dtype: ir
         steps = op.Max(op.size(sizes.subtract(out, 1)), op.size(1))
         aligned = op.Div(op.size(sizes.subtract(size, 1), dtype), op.Cast(steps, to=dtype))
         is_single = op.Equal(op.size(out), op.size(1))
-        result: ir.Value = op.Where(is_single, op.scalar(0, dtype), aligned)
-        return result
+        return op.Where(is_single, op.scalar(0, dtype), aligned)
     if n.scales is not None:
-        return op.Div(op.scalar(1, dtype), op.scalar(n.scales[axis], dtype))  # type: ignore[no-any-return]
-    return op.Div(op.size(size, dtype), op.size(out, dtype))  # type: ignore[no-any-return]
+        return op.Div(op.scalar(1, dtype), op.scalar(n.scales[axis], dtype))
+    return op.Div(op.size(size, dtype), op.size(out, dtype))
 
 
 def _clamped_indices(op: Builder, coordinates: ir.Value, size: Size) -> ir.Value:
     """Cast integral coordinates to indices and clamp them to an axis of this size."""
     last = op.size(sizes.subtract(size, 1))
-    return op.Max(op.Min(op.Cast(coordinates, to=INT64), last), op.size(0))  # type: ignore[no-any-return]
+    return op.Max(op.Min(op.Cast(coordinates, to=INT64), last), op.size(0))
 
 
 def _taps(op: Builder, n: NodeView, axis: int, size: Size, out: Size, dtype: ir.DataType) -> list[Tap]:

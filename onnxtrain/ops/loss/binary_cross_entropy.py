@@ -89,7 +89,7 @@ def _one_per_input(n: NodeView, gradients: Sequence[ir.Value | None]) -> list[ir
 def _clamped_log(op: Builder, log: ir.Value) -> ir.Value:
     """`log` clamped to at least `_LOWEST_LOG`; NaN stays NaN."""
     lowest = op.scalar(_LOWEST_LOG, like=log)
-    return op.Where(op.Less(log, lowest), lowest, log)  # type: ignore[no-any-return]
+    return op.Where(op.Less(log, lowest), lowest, log)
 
 
 def _probability_body(op: Builder, n: NodeView) -> ir.Value:
@@ -166,7 +166,7 @@ define_pure(
 def _log_sigmoid(op: Builder, x: ir.Value) -> ir.Value:
     zero = op.scalar(0, like=x)
     lower = op.Where(op.Greater(x, zero), zero, x)
-    return op.Sub(lower, op.own.Log1p(op.Exp(op.Neg(op.Abs(x)))))  # type: ignore[no-any-return]
+    return op.Sub(lower, op.own.Log1p(op.Exp(op.Neg(op.Abs(x)))))
 
 
 def _logits_body(op: Builder, n: NodeView) -> ir.Value:

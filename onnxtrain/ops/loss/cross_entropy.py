@@ -42,9 +42,9 @@ def nll_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and total_weight by PyTorch's kernels."""
     if x.ndim == 2:
-        return aten.nll_loss_forward.default(x, labels, weights, reduction, ignore_index)  # type: ignore[no-any-return]
+        return aten.nll_loss_forward.default(x, labels, weights, reduction, ignore_index)
     if x.ndim == 4:
-        return aten.nll_loss2d_forward.default(x, labels, weights, reduction, ignore_index)  # type: ignore[no-any-return]
+        return aten.nll_loss2d_forward.default(x, labels, weights, reduction, ignore_index)
     loss, total_weight = aten.nll_loss2d_forward.default(
         _as_image(x, 2), _as_image(labels, 1), weights, reduction, ignore_index
     )
@@ -63,9 +63,9 @@ def nll_loss_backward(
     """Return the gradient of x by PyTorch's kernels. That of images requires contiguous scores."""
     rest = (weights, reduction, ignore_index, total_weight)
     if x.ndim == 2:
-        return aten.nll_loss_backward.default(dy, x, labels, *rest)  # type: ignore[no-any-return]
+        return aten.nll_loss_backward.default(dy, x, labels, *rest)
     if x.ndim == 4:
-        return aten.nll_loss2d_backward.default(dy, x.contiguous(), labels, *rest)  # type: ignore[no-any-return]
+        return aten.nll_loss2d_backward.default(dy, x.contiguous(), labels, *rest)
     dy = _as_image(dy, 1) if reduction == 0 else dy
     dx: Tensor = aten.nll_loss2d_backward.default(dy, _as_image(x.contiguous(), 2), _as_image(labels, 1), *rest)
     return dx.view(x.shape)
@@ -115,16 +115,14 @@ def _ignored(op: Builder, n: NodeView) -> ir.Value | None:
     """Return a mask of the ignored labels; None if no label can be ignored."""
     if n.ignore_index is None:
         return None
-    result: ir.Value = op.Equal(n.labels, n.ignore_index)
-    return result
+    return op.Equal(n.labels, n.ignore_index)
 
 
 def _zero_ignored(op: Builder, ignored: ir.Value | None, x: ir.Value) -> ir.Value:
     """`x` with 0 where `ignored`."""
     if ignored is None:
         return x
-    result: ir.Value = op.Where(ignored, op.scalar(0, like=x), x)
-    return result
+    return op.Where(ignored, op.scalar(0, like=x), x)
 
 
 def _label_weights(op: Builder, n: NodeView, ignored: ir.Value | None, dtype: ir.DataType) -> ir.Value:
@@ -158,8 +156,7 @@ def weighted_cotangent(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Value
     dy = cast(op, n.dy, dtype)
     if n.reduction == "mean":
         dy = op.Div(dy, cast(op, n.total_weight, dtype))
-    result: ir.Value = op.Unsqueeze(_zero_ignored(op, _ignored(op, n), op.Mul(dy, weight)), int64_vector(op, [1]))
-    return result
+    return op.Unsqueeze(_zero_ignored(op, _ignored(op, n), op.Mul(dy, weight)), int64_vector(op, [1]))
 
 
 def label_mask(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
@@ -167,8 +164,7 @@ def label_mask(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     shape = sizes.dims_of(x)
     classes = op.Range(op.scalar(0, ir.DataType.INT64), op.size(shape[1]), op.scalar(1, ir.DataType.INT64))
     classes = reshaped(op, classes, [1, shape[1], *[1] * (len(shape) - 2)])
-    result: ir.Value = op.Equal(op.Unsqueeze(n.labels, int64_vector(op, [1])), classes)
-    return result
+    return op.Equal(op.Unsqueeze(n.labels, int64_vector(op, [1])), classes)
 
 
 # Axes and types
@@ -266,8 +262,7 @@ def _capture(
 
 
 def _batch_of_one(op: Builder, x: ir.Value) -> ir.Value:
-    result: ir.Value = op.Unsqueeze(x, int64_vector(op, [0]))
-    return result
+    return op.Unsqueeze(x, int64_vector(op, [0]))
 
 
 def _broadcast_over_classes(op: Builder, weight: ir.Value, scores: ir.Value) -> ir.Value:
@@ -280,8 +275,7 @@ def _divide_by_classes(op: Builder, number: float, scores: ir.Value, dtype: ir.D
     classes = sizes.dims_of(scores)[1]
     if isinstance(classes, int):
         return op.scalar(number / classes, dtype)
-    result: ir.Value = op.Div(op.scalar(number, dtype), op.size(classes, dtype))
-    return result
+    return op.Div(op.scalar(number, dtype), op.size(classes, dtype))
 
 
 def _smoothed(
@@ -301,8 +295,7 @@ def _smoothed(
     if REDUCTIONS[reduction] == "mean":
         over_classes = op.Div(over_classes, total_weight)
     share = _divide_by_classes(op, smoothing, scores, dtype_of(loss))
-    result: ir.Value = op.Add(mul_scalar(op, loss, 1 - smoothing), op.Mul(over_classes, share))
-    return result
+    return op.Add(mul_scalar(op, loss, 1 - smoothing), op.Mul(over_classes, share))
 
 
 def _with_probabilities(
@@ -318,8 +311,7 @@ def _with_probabilities(
     if weight is not None:
         weighted = op.Mul(weighted, cast(op, _broadcast_over_classes(op, weight, scores), dtype))
     if REDUCTIONS[reduction] == "none":
-        result: ir.Value = op.Neg(sum_over(op, weighted, (1,), keepdims=False))
-        return result
+        return op.Neg(sum_over(op, weighted, (1,), keepdims=False))
     loss: ir.Value = op.Neg(_summed(op, weighted))
     if REDUCTIONS[reduction] == "mean":
         samples = sizes.multiply(1, *(s for axis, s in enumerate(sizes.dims_of(scores)) if axis != 1))
@@ -467,8 +459,7 @@ NEGATIVE_LOG_LIKELIHOOD = define_pure(
 
 def _nll_grad_body(op: Builder, n: NodeView) -> ir.Value:
     weighted = op.Neg(weighted_cotangent(op, n, dtype_of(n.log_prob)))
-    dx: ir.Value = op.Where(label_mask(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
-    return dx
+    return op.Where(label_mask(op, n, n.log_prob), weighted, op.scalar(0, like=weighted))
 
 
 def _nll_grad_axes(n: NodeView) -> str:

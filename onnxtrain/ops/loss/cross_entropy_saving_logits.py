@@ -248,8 +248,7 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     log_prob = op.Sub(op.Sub(n.scores, op.Unsqueeze(n.peak, one)), op.Unsqueeze(n.log_sum, one))
     weighted = weighted_cotangent(op, n, dtype_of(n.scores))
     weighted_one_hot = op.Where(label_mask(op, n, n.scores), weighted, op.scalar(0, like=weighted))
-    result: ir.Value = op.Sub(op.Mul(op.Exp(log_prob), weighted), weighted_one_hot)
-    return result
+    return op.Sub(op.Mul(op.Exp(log_prob), weighted), weighted_one_hot)
 
 
 def _grad_axes(n: NodeView) -> str:

@@ -132,8 +132,7 @@ def _clamped_norm(op: Builder, x: ir.Value, dim: int, eps: float) -> ir.Value:
     """Return the norm, clamped to at least eps. Its gradient ignores the clamp, as in PyTorch."""
     norm = _norm(op, x, 2, dim, True)
     deficit = op.Sub(_at_least(op, norm, eps), norm)
-    result: ir.Value = op.Add(norm, op.own.Detach(deficit))
-    return result
+    return op.Add(norm, op.own.Detach(deficit))
 
 
 _SQUARED_NORM_EPSILON = 1e-12  # PyTorch adds it to squared norms

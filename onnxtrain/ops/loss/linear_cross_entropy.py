@@ -192,10 +192,9 @@ def _ignored(op: Builder, n: NodeView) -> ir.Value | None:
 
 
 def _losses_of(op: Builder, n: NodeView) -> tuple[ir.Value, ir.Value, ir.Value]:
-    outputs: tuple[ir.Value, ir.Value, ir.Value] = op.ms.SoftmaxCrossEntropyLossInternal(
+    return op.ms.SoftmaxCrossEntropyLossInternal(
         _logits(op, n), n.labels, n.weights, _ignored(op, n), reduction=n.reduction
     )
-    return outputs
 
 
 def _gradients_of(op: Builder, n: NodeView, dy: ir.Value, log_prob: ir.Value, total_weight: ir.Value) -> list[ir.Value]:

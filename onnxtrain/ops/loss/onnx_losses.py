@@ -99,7 +99,7 @@ STOCK_KERNELS.register(SOFTMAX_CROSS_ENTROPY_LOSS, never)
 
 def _nll_body(op: Builder, n: NodeView) -> ir.Value:
     inputs = (n.log_prob, cast(op, n.labels, INT64), n.weights, _ignore_index(op, n))
-    return op.ms.NegativeLogLikelihoodLossInternal2(*inputs, reduction=n.reduction)[0]  # type: ignore[no-any-return]
+    return op.ms.NegativeLogLikelihoodLossInternal2(*inputs, reduction=n.reduction)[0]
 
 
 def nll_loss(
@@ -151,7 +151,7 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
         total_weight = op.ms.NegativeLogLikelihoodLossInternal2(n.log_prob, labels, n.weights, index)[1]
     else:
         total_weight = op.scalar(1, like=n.log_prob)  # not read
-    return op.ms.SoftmaxCrossEntropyLossInternalGrad(  # type: ignore[no-any-return]
+    return op.ms.SoftmaxCrossEntropyLossInternalGrad(
         n.dy, n.log_prob, labels, n.weights, index, None, total_weight, reduction=n.reduction
     )
 
@@ -277,7 +277,7 @@ def _shares_loss_grad_body(op: Builder, n: NodeView) -> ir.Value:
     """(exp(log_prob) * sum(shares) - shares) * dy; for a mean, divided by the number of rows."""
     mass = sum_over(op, n.shares, [len(sizes.dims_of(n.shares)) - 1])
     dx = op.Mul(op.Sub(op.Mul(op.Exp(n.log_prob), mass), n.shares), n.dy)
-    return op.Div(dx, op.size(_rows(n.log_prob), dtype_of(dx))) if n.reduction == "mean" else dx  # type: ignore[no-any-return]
+    return op.Div(dx, op.size(_rows(n.log_prob), dtype_of(dx))) if n.reduction == "mean" else dx
 
 
 def shares_loss_grad(dy: Tensor, log_prob: Tensor, shares: Tensor, mean: bool) -> Tensor:
@@ -296,7 +296,7 @@ def _labels_loss_grad_body(op: Builder, n: NodeView) -> ir.Value:
     elif n.reduction == "mean":
         scale = op.Div(scale, sum_over(op, weights, range(rank), keepdims=False))
     scale = scale if weights is None else op.Unsqueeze(op.Mul(weights, scale), last)
-    return op.Mul(op.Sub(op.Exp(n.log_prob), one_hot), scale)  # type: ignore[no-any-return]
+    return op.Mul(op.Sub(op.Exp(n.log_prob), one_hot), scale)
 
 
 def labels_loss_grad(dy: Tensor, log_prob: Tensor, labels: Tensor, weights: Tensor | None, mean: bool) -> Tensor:

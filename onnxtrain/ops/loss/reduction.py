@@ -29,13 +29,11 @@ def reduced(op: Builder, loss: ir.Value, reduction: str) -> ir.Value:
     summed = sum_over(op, loss, range(rank_of(loss)), keepdims=False)
     if reduction == "sum":
         return summed
-    result: ir.Value = op.Div(summed, element_count(op, loss))
-    return result
+    return op.Div(summed, element_count(op, loss))
 
 
 def unreduced(op: Builder, dy: ir.Value, x: ir.Value, reduction: str) -> ir.Value:
     """Return the cotangent of the elementwise losses of x: of x's shape, or a scalar that holds for all elements."""
     if reduction != "mean":
         return dy
-    result: ir.Value = op.Div(dy, element_count(op, x))
-    return result
+    return op.Div(dy, element_count(op, x))

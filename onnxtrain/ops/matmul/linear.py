@@ -56,8 +56,7 @@ def _linear_type(n: NodeView) -> Sequence[TensorType]:
 
 def _linear_body(op: Builder, n: NodeView) -> ir.Value:
     y: ir.Value = op.MatMul(n.x, op.Transpose(n.w, perm=[1, 0]))
-    result: ir.Value = y if n.b is None else op.Add(y, n.b)
-    return result
+    return y if n.b is None else op.Add(y, n.b)
 
 
 def _linear_call(n: NodeView, x: Any, w: Any, b: Any) -> Call:

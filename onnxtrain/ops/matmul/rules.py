@@ -56,8 +56,7 @@ def as_rows(op: Builder, value: ir.Value) -> ir.Value:
     if rank_of(value) == 2:
         return value
     *leading, last = sizes.dims_of(value)
-    result: ir.Value = op.Reshape(value, op.sizes([sizes.multiply(*leading), last]), allowzero=1)
-    return result
+    return op.Reshape(value, op.sizes([sizes.multiply(*leading), last]), allowzero=1)
 
 
 def matmul_shape(a: Sequence[Size], b: Sequence[Size]) -> Sizes:
@@ -171,8 +170,7 @@ def scale(op: Builder, value: ir.Value, factor: Any) -> ir.Value:
     """`value` times the alpha or beta of an ATen call: a number or a symbolic size."""
     if factor == 1:
         return value
-    result: ir.Value = op.Mul(value, as_value(op, factor, dtype_of(value)))
-    return result
+    return op.Mul(value, as_value(op, factor, dtype_of(value)))
 
 
 def takes_factor(dtype: ir.DataType, number: float) -> bool:

@@ -417,8 +417,7 @@ def _capture_no_training(
 
 
 def _filled(op: Builder, like: ir.Value, number: float) -> ir.Value:
-    result: ir.Value = op.Expand(op.scalar(number, like=like), op.shape_of(like))
-    return result
+    return op.Expand(op.scalar(number, like=like), op.shape_of(like))
 
 
 def _inference_gradient(op: Builder, n: NodeView, dy: ir.Value) -> Grads:

@@ -160,10 +160,7 @@ def build_layer_norm(
     """Build ONNX's LayerNormalization if it supports these dtypes, else ours; returns y, mean, inv_std."""
     uniform = scale is not None and all(dtype_of(v) == dtype_of(x) for v in (scale, b) if v is not None)
     supported = uniform and dtype_of(x) != ir.DataType.DOUBLE
-    outputs: tuple[ir.Value, ...] = op.op(ONNX if supported else OWN, "LayerNormalization")(
-        x, scale, b, axis=axis, epsilon=epsilon
-    )
-    return outputs
+    return op.op(ONNX if supported else OWN, "LayerNormalization")(x, scale, b, axis=axis, epsilon=epsilon)
 
 
 def _capture_native_layer_norm(op: Builder, *arguments: Any) -> Any:

@@ -89,9 +89,9 @@ def _rms_body(op: Builder, n: NodeView) -> ir.Value:
     axis = normalize_axis(n.axis, rank_of(n.x))
     if sizes.dims_of(n.scale) == sizes.dims_of(n.x)[axis:]:
         y, _ = op.ms.SimplifiedLayerNormalization(n.x, n.scale, axis=axis, epsilon=n.epsilon)
-        return y  # type: ignore[no-any-return]
+        return y
     y, _ = op.ms.SimplifiedLayerNormalization(n.x, axis=axis, epsilon=n.epsilon)
-    return op.Mul(y, n.scale)  # type: ignore[no-any-return]  # the scale broadcasts
+    return op.Mul(y, n.scale)  # the scale broadcasts
 
 
 def _rms_axes(n: NodeView) -> str:
@@ -128,8 +128,7 @@ def _mvn_body(op: Builder, n: NodeView) -> ir.Value:
     axes = normalize_axes(n.axes, rank_of(n.x))
     centered = op.Sub(n.x, mean_over(op, n.x, axes))
     deviation = op.Sqrt(mean_over(op, op.Mul(centered, centered), axes))
-    result: ir.Value = op.Div(centered, add_scalar(op, deviation, _EPSILON))
-    return result
+    return op.Div(centered, add_scalar(op, deviation, _EPSILON))
 
 
 def mean_variance_norm(x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
@@ -152,8 +151,7 @@ def _lp_body(op: Builder, n: NodeView) -> ir.Value:
     axes = int64_vector(op, [normalize_axis(n.axis, rank_of(n.x))])
     norm = op.op("", f"ReduceL{_order(n)}")(n.x, axes, keepdims=1)
     one = op.scalar(1, like=norm)
-    result: ir.Value = op.Div(n.x, op.Where(op.Equal(norm, op.scalar(0, like=norm)), one, norm))
-    return result
+    return op.Div(n.x, op.Where(op.Equal(norm, op.scalar(0, like=norm)), one, norm))
 
 
 def _order(n: NodeView) -> int:
@@ -191,8 +189,7 @@ def _lrn_body(op: Builder, n: NodeView) -> ir.Value:
     padded = op.Pad(squares, amounts, op.scalar(0, like=n.x), int64_vector(op, [2]))
     mean = op.AveragePool(padded, kernel_shape=[n.size, 1])
     divisor = op.Pow(add_scalar(op, mul_scalar(op, mean, n.alpha), n.bias), op.scalar(n.beta, like=n.x))
-    result: ir.Value = op.Div(n.x, reshaped(op, divisor, sizes.dims_of(n.x)))
-    return result
+    return op.Div(n.x, reshaped(op, divisor, sizes.dims_of(n.x)))
 
 
 def local_response_norm(x: torch.Tensor, size: int, alpha: float, beta: float, bias: float) -> torch.Tensor:

@@ -66,14 +66,12 @@ def _within(op: Builder, size: Size, parts: Size) -> ir.Value:
     """Return the mask [parts, size] of the positions in each part."""
     start, end = (reshaped(op, bound, [parts, 1]) for bound in _bounds(op, size, parts))
     position = op.Range(op.scalar(0, INT64), op.size(size), op.scalar(1, INT64))
-    result: ir.Value = op.And(op.GreaterOrEqual(position, start), op.Less(position, end))
-    return result
+    return op.And(op.GreaterOrEqual(position, start), op.Less(position, end))
 
 
 def _lengths(op: Builder, size: Size, parts: Size, dtype: ir.DataType) -> ir.Value:
     start, end = _bounds(op, size, parts)
-    result: ir.Value = op.Cast(op.Sub(end, start), to=dtype)
-    return result
+    return op.Cast(op.Sub(end, start), to=dtype)
 
 
 def _on_axes(op: Builder, x: ir.Value, rank: int, first: int, extents: Sequence[Size]) -> ir.Value:
@@ -83,8 +81,7 @@ def _on_axes(op: Builder, x: ir.Value, rank: int, first: int, extents: Sequence[
 
 def _masked_sum(op: Builder, x: ir.Value, mask: ir.Value, axis: int) -> ir.Value:
     masked = op.Where(mask, x, op.scalar(0, like=x))
-    result: ir.Value = op.ReduceSum(masked, int64_vector(op, [axis]), keepdims=0)
-    return result
+    return op.ReduceSum(masked, int64_vector(op, [axis]), keepdims=0)
 
 
 # AdaptiveAveragePool
@@ -247,7 +244,7 @@ def adaptive_max_backward(dy: Tensor, indices: Tensor, shape: Sequence[int]) -> 
     if dy.ndim == 3:
         return adaptive_max_backward(dy.unsqueeze(2), indices.unsqueeze(2), (*shape[:2], 1, shape[2])).squeeze(2)
     kernel = aten.adaptive_max_pool2d_backward if dy.ndim == 4 else aten.adaptive_max_pool3d_backward
-    return kernel.default(dy, unread_input(indices, shape, dy.dtype), indices)  # type: ignore[no-any-return]
+    return kernel.default(dy, unread_input(indices, shape, dy.dtype), indices)
 
 
 define_pure(

@@ -68,13 +68,11 @@ define_by_body(
 
 
 def _root(op: Builder, summed: ir.Value, order: int) -> ir.Value:
-    result: ir.Value = op.Pow(summed, op.scalar(1 / order, like=summed))
-    return result
+    return op.Pow(summed, op.scalar(1 / order, like=summed))
 
 
 def _powers(op: Builder, n: NodeView) -> ir.Value:
-    result: ir.Value = op.Pow(op.Abs(n.x), op.scalar(n.p, like=n.x))
-    return result
+    return op.Pow(op.Abs(n.x), op.scalar(n.p, like=n.x))
 
 
 def _lp_windows(n: NodeView) -> list[tuple[int, int, int, Padding]]:

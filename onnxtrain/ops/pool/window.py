@@ -148,8 +148,7 @@ def _max_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
 
 
 def _max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Value:
-    dx: ir.Value = op.ms.MaxPoolGrad(dy, n.indices, op.shape_of(n.x), **_attributes_for_backward(n))
-    return dx
+    return op.ms.MaxPoolGrad(dy, n.indices, op.shape_of(n.x), **_attributes_for_backward(n))
 
 
 def window_attributes(kernel: Any, stride: Any, padding: Any, count: int) -> dict[str, Any]:
@@ -221,8 +220,7 @@ def max_pool(kernel: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _onnx_max_gradient(op: Builder, n: NodeView, dy: ir.Value, _: None) -> ir.Value:
     image_indices = op.Mod(n.indices, op.size(_image_size(n.x)))
-    dx: ir.Value = op.ms.MaxPoolGrad(dy, image_indices, op.shape_of(n.x), **_attributes_for_backward(n))
-    return dx
+    return op.ms.MaxPoolGrad(dy, image_indices, op.shape_of(n.x), **_attributes_for_backward(n))
 
 
 ONNX_MAX_POOL = define_pure(
@@ -307,8 +305,7 @@ def _lower_average(n: NodeView, x: Any) -> Call:
 
 
 def _average_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    dx: ir.Value = op.ms.AveragePoolGrad(dy, op.shape_of(n.x), **_attributes_for_backward(n))
-    return dx
+    return op.ms.AveragePoolGrad(dy, op.shape_of(n.x), **_attributes_for_backward(n))
 
 
 def _capture_average(count: int) -> Any:
@@ -398,7 +395,7 @@ def average_pool_backward(dy: Tensor, shape: Sequence[int], *arguments: Any) -> 
         dx = average_pool_backward(dy.unsqueeze(2), (*shape[:2], 1, shape[2]), *geometry_2d, ceil, count_include_pad)
         return dx.squeeze(2)
     kernel = aten.avg_pool2d_backward if dy.ndim == 4 else aten.avg_pool3d_backward
-    return kernel.default(dy, unread_input(dy, shape, dy.dtype), *arguments, None)  # type: ignore[no-any-return]
+    return kernel.default(dy, unread_input(dy, shape, dy.dtype), *arguments, None)
 
 
 AVERAGE_POOL_GRAD = define_pure(
@@ -424,8 +421,7 @@ IMAGES.register(AVERAGE_POOL_GRAD, Images(frozenset({"dy", "dx"})))
 
 def _global_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     share = op.Div(dy, op.size(_image_size(n.x), dtype_of(dy)))
-    dx: ir.Value = op.Expand(share, op.shape_of(n.x))
-    return dx
+    return op.Expand(share, op.shape_of(n.x))
 
 
 GLOBAL_AVERAGE_POOL = define_pure(

@@ -443,8 +443,7 @@ def _metadata(tensor: torch.Tensor) -> _Metadata:
 
 
 def _materializes(context: BackwardCFunction) -> bool:
-    value: bool = context.__dict__.get("_onnxtrain_materializes", True)
-    return value
+    return context.__dict__.get("_onnxtrain_materializes", True)
 
 
 def _set_materializes(context: BackwardCFunction, value: bool) -> None:

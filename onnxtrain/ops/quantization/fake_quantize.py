@@ -125,10 +125,7 @@ torch.library.register_autograd(
 
 def _capture_by_division(op: Builder, x: ir.Value, *parameters: Any) -> tuple[ir.Value, ir.Value]:
     *scale_and_zero_point, quant_min, quant_max = parameters
-    outputs: tuple[ir.Value, ir.Value] = op.ms.FakeQuant(
-        x, *scale_and_zero_point, quant_min=quant_min, quant_max=quant_max, divide=1
-    )
-    return outputs
+    return op.ms.FakeQuant(x, *scale_and_zero_point, quant_min=quant_min, quant_max=quant_max, divide=1)
 
 
 def _quant_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) -> list[ir.Value | None]:
@@ -147,8 +144,7 @@ def _capture_with_mask(
     op: Builder, x: ir.Value, scale: Any, zero_point: Any, quant_min: int, quant_max: int
 ) -> tuple[ir.Value, ir.Value]:
     parameters = as_value(op, scale, dtype_of(x)), as_value(op, zero_point, dtype_of(x))
-    outputs: tuple[ir.Value, ir.Value] = op.ms.FakeQuant(x, *parameters, quant_min=quant_min, quant_max=quant_max)
-    return outputs
+    return op.ms.FakeQuant(x, *parameters, quant_min=quant_min, quant_max=quant_max)
 
 
 def _capture_per_channel(
@@ -272,7 +268,7 @@ def _quantize_body(op: Builder, n: NodeView) -> ir.Value:
     if n.zero_point is not None:
         level = op.Add(level, cast(op, _aligned_body(op, n, n.zero_point), dtype))
     low, high = (op.scalar(v, dtype) for v in _LIMITS[_integer_dtype(n)])
-    return op.Cast(op.Clip(level, low, high), to=_integer_dtype(n))  # type: ignore[no-any-return]
+    return op.Cast(op.Clip(level, low, high), to=_integer_dtype(n))
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Any, axis: int, dtype: torch.dtype) -> Tensor:
@@ -288,7 +284,7 @@ def _dequantize_body(op: Builder, n: NodeView) -> ir.Value:
     level = cast(op, n.x, dtype)
     if n.zero_point is not None:
         level = op.Sub(level, cast(op, _aligned_body(op, n, n.zero_point), dtype))
-    return op.Mul(level, _aligned_body(op, n, n.scale))  # type: ignore[no-any-return]
+    return op.Mul(level, _aligned_body(op, n, n.scale))
 
 
 def dequantize(x: Tensor, scale: Tensor, zero_point: Any, axis: int) -> Tensor:

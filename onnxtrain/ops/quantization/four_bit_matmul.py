@@ -50,8 +50,7 @@ _BNB_TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLO
 
 
 def _blocks(n: NodeView) -> int:
-    blocks: int = -(-n.N * n.K // n.block_size)
-    return blocks
+    return -(-n.N * n.K // n.block_size)
 
 
 def _types(n: NodeView) -> tuple[TensorType]:
@@ -84,20 +83,17 @@ def _head(op: Builder, vector: ir.Value, length: int, count: int) -> ir.Value:
     if length == count:
         return vector
     start, end, axis = (int64_vector(op, [bound]) for bound in (0, count, 0))
-    result: ir.Value = op.Slice(vector, start, end, axis)
-    return result
+    return op.Slice(vector, start, end, axis)
 
 
 def _scale_body(op: Builder, n: NodeView) -> ir.Value:
     """Return the scale of each block of the weight."""
     if n.absmax_8bit is None:
-        absmax: ir.Value = n.absmax
-        return absmax
+        return n.absmax
     blocks = _blocks(n)
     coarse = _scale_per_element(op, n.absmax, -(-blocks // NESTED_BLOCK), NESTED_BLOCK, blocks)
     level = op.Gather(n.absmax_code, op.Cast(reshaped(op, n.absmax_8bit, [blocks]), to=ir.DataType.INT64))
-    result: ir.Value = op.Add(op.Mul(level, coarse), reshaped(op, n.absmax_offset, ()))
-    return result
+    return op.Add(op.Mul(level, coarse), reshaped(op, n.absmax_offset, ()))
 
 
 def _weight_body(op: Builder, n: NodeView) -> ir.Value:
@@ -116,8 +112,7 @@ def _weight_body(op: Builder, n: NodeView) -> ir.Value:
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
     weight = _weight_body(op, n)
-    result: ir.Value = op.MatMul(n.a, op.Transpose(weight, perm=[1, 0]) if n.transB else weight)
-    return result
+    return op.MatMul(n.a, op.Transpose(weight, perm=[1, 0]) if n.transB else weight)
 
 
 # Kernels
@@ -168,10 +163,7 @@ def dequantize_and_matmul(
 def bnb_matmul_transposed(a: Tensor, b: Tensor, absmax: Tensor, nested: Any, layout: tuple[Any, ...]) -> Tensor:
     """Return a @ W^T by the kernel of bitsandbytes, which on a GPU does not dequantize all of W at once."""
     (shape, block, quant_type), packed = layout, b.view(-1, 1)
-    y: Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
-        a, packed, shape, absmax, block, TYPES[quant_type], None, *nested
-    )
-    return y
+    return torch.ops.bitsandbytes.gemm_4bit.default(a, packed, shape, absmax, block, TYPES[quant_type], None, *nested)
 
 
 def bnb_matmul(a: Tensor, b: Tensor, absmax: Tensor, nested: Any, layout: tuple[Any, ...]) -> Tensor:

@@ -189,7 +189,7 @@ def _dropout_gradient(op: Builder, n: NodeView, dy: ir.Value | None, dmask: ir.V
 def _masked_nodes(op: Builder, n: NodeView, x: ir.Value, mask: ir.Value) -> ir.Value:
     """Apply the mask and scale of Dropout to x; the kernels of Dropout and DropoutGrad compute the same."""
     ratio = op.scalar(drop_ratio(n), ir.DataType.DOUBLE) if drops_elements(n) else n.ratio
-    return op.ms.DropoutGrad(x, mask, ratio, n.training_mode)  # type: ignore[no-any-return]
+    return op.ms.DropoutGrad(x, mask, ratio, n.training_mode)
 
 
 def dropout_nodes(op: Builder, x: ir.Value, ratio: float, training: bool = True) -> tuple[ir.Value, ir.Value]:
@@ -258,8 +258,8 @@ def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     scale = op.Reciprocal(op.Sub(op.scalar(1.0, dtype), ratio))
     dx = op.Mul(op.Mul(cast(op, n.mask, dtype), n.dy), scale)
     if n.training_mode is None:
-        return op.Identity(n.dy)  # type: ignore[no-any-return]
-    return dx if _number(n.training_mode, False) else op.Where(n.training_mode, dx, n.dy)  # type: ignore[no-any-return]
+        return op.Identity(n.dy)
+    return dx if _number(n.training_mode, False) else op.Where(n.training_mode, dx, n.dy)
 
 
 def _lower_grad(n: NodeView, dy: Any, mask: Any, ratio: Any, training: Any) -> Call:

@@ -53,7 +53,7 @@ def _key_body(op: Builder, n: NodeView) -> ir.Value:
     """Sample 53 random bits per element: stock onnxruntime has no op that samples more."""
     bound = 2.0**62
     wide = op.RandomUniform(shape=[2], low=-bound, high=bound, dtype=int(ir.DataType.DOUBLE))
-    return op.Cast(wide, to=_INT64)  # type: ignore[no-any-return]
+    return op.Cast(wide, to=_INT64)
 
 
 DROPOUT_KEY = define(
@@ -86,7 +86,7 @@ def _words(op: Builder, key: ir.Value, counters: ir.Value) -> ir.Value:
     def mixed(z: ir.Value, shift: int) -> ir.Value:
         shifted = op.own.FloorDivide(z, op.scalar(2**shift, _INT64))
         without_sign = op.Mod(shifted, op.scalar(2 ** (64 - shift), _INT64))
-        return op.BitwiseXor(z, without_sign)  # type: ignore[no-any-return]
+        return op.BitwiseXor(z, without_sign)
 
     first, second = (sliced(op, key, 0, i, i + 1) for i in (0, 1))
     z = op.Add(op.Mul(counters, op.scalar(keyed_bits.GAMMA, _INT64)), first)
@@ -103,8 +103,7 @@ def _is_kept(op: Builder, bits: ir.Value, dropped: int) -> ir.Value:
     flipped = op.Mod(
         op.Add(bits, op.scalar(keyed_bits.DROP_LEVELS // 2, _INT64)), op.scalar(keyed_bits.DROP_LEVELS, _INT64)
     )
-    result: ir.Value = op.GreaterOrEqual(flipped, op.scalar(dropped, _INT64))
-    return result
+    return op.GreaterOrEqual(flipped, op.scalar(dropped, _INT64))
 
 
 _QUARTERS = [1, 2**16, 2**32, 2**48]

@@ -102,8 +102,7 @@ def _packed(op: Builder, n: NodeView, mask: ir.Value) -> ir.Value:
     padded = TensorType(INT64, (sizes.multiply(words, _WORD),))
     bits = op.node("", "Pad", (bits, op.sizes([0, missing])), {}, types=[padded]).outputs[0]
     weighted = op.Mul(reshaped(op, bits, [words, _WORD]), _powers(op))
-    result: ir.Value = op.Cast(op.ReduceSum(weighted, int64_vector(op, [1]), keepdims=0), to=ir.DataType.UINT32)
-    return result
+    return op.Cast(op.ReduceSum(weighted, int64_vector(op, [1]), keepdims=0), to=ir.DataType.UINT32)
 
 
 def _unpacked(op: Builder, n: NodeView) -> ir.Value:
@@ -112,7 +111,7 @@ def _unpacked(op: Builder, n: NodeView) -> ir.Value:
     bits = reshaped(op, op.Mod(columns, op.scalar(2, INT64)), [sizes.multiply(words, _WORD)])
     cut = (bits, op.sizes([0]), op.sizes([count]), op.sizes([0]))
     bits = op.node("", "Slice", cut, {}, types=[TensorType(INT64, (count,))]).outputs[0]
-    return op.Cast(reshaped(op, bits, sizes.dims_of(n.dy)), to=ir.DataType.BOOL)  # type: ignore[no-any-return]
+    return op.Cast(reshaped(op, bits, sizes.dims_of(n.dy)), to=ir.DataType.BOOL)
 
 
 # BitmaskDropout
@@ -145,7 +144,7 @@ def _bitmask_gradient(op: Builder, n: NodeView, dy: ir.Value | None, _: None) ->
 def _masked_nodes(op: Builder, n: NodeView, x: ir.Value, mask: ir.Value) -> ir.Value:
     """Apply the mask and scale of BitmaskDropout to x: BitmaskDropoutGrad computes the same."""
     ratio = op.scalar(drop_ratio(n), ir.DataType.DOUBLE) if drops_elements(n) else n.ratio
-    return op.ms.BitmaskDropoutGrad(x, mask, ratio, n.training_mode)  # type: ignore[no-any-return]
+    return op.ms.BitmaskDropoutGrad(x, mask, ratio, n.training_mode)
 
 
 def _scale(n: NodeView, value: ir.Value) -> float:

@@ -97,7 +97,7 @@ def _backward(dy: Tensor, y: Tensor, scale: float, *, in_place: bool) -> Tensor:
 
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
-    return op.own.KeyedDropout(op.Relu(n.x), n.key, dropped=n.dropped)  # type: ignore[no-any-return]
+    return op.own.KeyedDropout(op.Relu(n.x), n.key, dropped=n.dropped)
 
 
 def _lower(n: NodeView, x: Any, key: Any) -> InPlaceCapableCall:
@@ -135,7 +135,7 @@ RELU_DROPOUT = define_pure(
 def _grad_body(op: Builder, n: NodeView) -> ir.Value:
     zero = op.scalar(0.0, like=n.dy)
     scaled = mul_scalar(op, n.dy, node_keep_scale(n, n.dy))
-    return op.Where(op.LessOrEqual(n.y, zero), zero, scaled)  # type: ignore[no-any-return]
+    return op.Where(op.LessOrEqual(n.y, zero), zero, scaled)
 
 
 def _lower_grad(n: NodeView, dy: Any, y: Any) -> InPlaceCapableCall:

@@ -68,13 +68,11 @@ def _linear(op: Builder, x: Value, weight: Value, *biases: Value | None) -> Valu
 
 def _sigmoid_derivative(op: Builder, gate: Value) -> Value:
     """Return the derivative from the sigmoid's result."""
-    result: Value = op.Mul(gate, _one_minus(op, gate))
-    return result
+    return op.Mul(gate, _one_minus(op, gate))
 
 
 def _one_minus(op: Builder, x: Value) -> Value:
-    result: Value = op.Sub(op.scalar(1.0, like=x), x)
-    return result
+    return op.Sub(op.scalar(1.0, like=x), x)
 
 
 def _tanh_derivative(op: Builder, tanh: Value) -> Value:
@@ -93,8 +91,7 @@ def previous_states(op: Builder, direction: Direction, initial: Value, states: V
     # The reverse direction of a shorter sequence starts at its last step: the one whose next step is masked.
     last_mask = _steps(op, direction.mask, -1, _END)
     next_mask = concatenated(op, [_steps(op, direction.mask, 1, _END), op.Sub(last_mask, last_mask)], 0)
-    result: Value = op.Where(op.Cast(next_mask, to=ir.DataType.BOOL), previous, first)
-    return result
+    return op.Where(op.Cast(next_mask, to=ir.DataType.BOOL), previous, first)
 
 
 def _steps(op: Builder, x: Value, start: int, end: int) -> Value:
@@ -144,8 +141,7 @@ def cell_states(op: Builder, direction: Direction, gates: Gates) -> Value:
 def _one_where_masked(op: Builder, direction: Direction, factor: Value) -> Value:
     """Return the factor of a state, and 1 after the end of its sequence, where the state does not change."""
     assert direction.mask is not None
-    result: Value = op.Add(op.Mul(factor, direction.mask), _one_minus(op, direction.mask))
-    return result
+    return op.Add(op.Mul(factor, direction.mask), _one_minus(op, direction.mask))
 
 
 def forward(op: Builder, direction: Direction, x: Value) -> tuple[Value, Value, Value | None]:
@@ -240,8 +236,7 @@ def backward(
 
 
 def _zeros(op: Builder, zero: Value, like: Value) -> Value:
-    result: Value = op.Expand(zero, op.shape_of(like))
-    return result
+    return op.Expand(zero, op.shape_of(like))
 
 
 def _weight_gradient(op: Builder, dgates: Value, operand: Value) -> Value:
@@ -249,13 +244,11 @@ def _weight_gradient(op: Builder, dgates: Value, operand: Value) -> Value:
     rows, columns = (
         reshaped(op, v, [sizes.multiply(*sizes.dims_of(v)[:2]), sizes.dims_of(v)[2]]) for v in (dgates, operand)
     )
-    result: Value = op.MatMul(transposed(op, rows, [1, 0]), columns)
-    return result
+    return op.MatMul(transposed(op, rows, [1, 0]), columns)
 
 
 def _masked(op: Builder, direction: Direction, factor: Value) -> Value:
-    result: Value = factor if direction.mask is None else op.Mul(factor, direction.mask)
-    return result
+    return factor if direction.mask is None else op.Mul(factor, direction.mask)
 
 
 def _scan_backward(
@@ -352,8 +345,7 @@ def stack(op: Builder, values: Sequence[Value | None]) -> Value:
 def select(op: Builder, value: Value, index: int, count: int) -> Value:
     """value[index], where the first axis of the value has size `count`."""
     rows = split(op, value, [1] * count, 0)
-    result: Value = op.Squeeze(rows[index], op.constant([0], ir.DataType.INT64))
-    return result
+    return op.Squeeze(rows[index], op.constant([0], ir.DataType.INT64))
 
 
 def reorder_gates(op: Builder, weight: Value, source: str, target: str) -> Value:
@@ -413,5 +405,4 @@ def sequence_mask(op: Builder, lengths: Value, steps: sizes.Size, dtype: ir.Data
     """[s, b, 1]: 1 in the steps of each sequence, 0 after them."""
     step = op.Range(op.size(0), op.size(steps), op.size(1))
     within = op.Less(unsqueezed(op, step, 1), unsqueezed(op, op.Cast(lengths, to=ir.DataType.INT64), 0))
-    result: Value = unsqueezed(op, op.Cast(within, to=dtype), 2)
-    return result
+    return unsqueezed(op, op.Cast(within, to=dtype), 2)

@@ -49,8 +49,7 @@ def _swap_with_last(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
 def _triangle(op: Builder, n: NodeView, relation: str) -> ir.Value:
     """Return the mask [i, k] of k < i or k <= i (`relation`: Less or LessOrEqual)."""
     indices = arange(op, sizes.dims_of(n.x)[axis_of(n, n.x)])
-    result: ir.Value = op.op("", relation)(unsqueezed(op, indices, 0), unsqueezed(op, indices, 1))
-    return result
+    return op.op("", relation)(unsqueezed(op, indices, 0), unsqueezed(op, indices, 1))
 
 
 def _body(op: Builder, n: NodeView) -> ir.Value:
@@ -78,8 +77,7 @@ def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> Any:
 
 
 def cumprod_backward(dy: torch.Tensor, x: torch.Tensor, dim: int, y: torch.Tensor) -> torch.Tensor:
-    dx: torch.Tensor = torch.ops.aten.cumprod_backward.default(dy, x, dim, y)
-    return dx
+    return torch.ops.aten.cumprod_backward.default(dy, x, dim, y)
 
 
 define_pure(

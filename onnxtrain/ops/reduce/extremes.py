@@ -49,8 +49,7 @@ from onnxtrain.ops.registry import define
 
 def _extreme(op: Builder, name: str, x: ir.Value, dim: Dims, keepdim: bool) -> ir.Value:
     domain = OWN if is_float(dtype_of(x)) else ONNX
-    result: ir.Value = op.op(domain, name)(x, axes_input(op, axes_from_dim(x, dim)), keepdims=int(keepdim))
-    return result
+    return op.op(domain, name)(x, axes_input(op, axes_from_dim(x, dim)), keepdims=int(keepdim))
 
 
 def _capture_extreme(name: str) -> FromTorch:
@@ -77,13 +76,12 @@ def _evenly_shared_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     """Divide the gradient evenly among ties."""
     ties = op.Cast(op.Equal(with_reduced_axes(op, n, n.y), n.x), to=dtype_of(n.x))
     count = op.ReduceSum(ties, axes_input(op, axes_of(n)), keepdims=1)
-    return op.Mul(op.Div(with_reduced_axes(op, n, dy), count), ties)  # type: ignore[no-any-return]
+    return op.Mul(op.Div(with_reduced_axes(op, n, dy), count), ties)
 
 
 def _any_nan(op: Builder, x: ir.Value, axes: Sequence[int], keepdims: int) -> ir.Value:
     """Return whether there is a NaN among the reduced elements."""
-    result: ir.Value = op.own.ReduceAny(op.IsNaN(x), axes_input(op, axes), keepdims=keepdims)
-    return result
+    return op.own.ReduceAny(op.IsNaN(x), axes_input(op, axes), keepdims=keepdims)
 
 
 def _nan_propagating_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
@@ -91,7 +89,7 @@ def _nan_propagating_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
         axes = axes_of(n)
         without_nan = op.op(ONNX, name)(n.x, axes_input(op, axes), keepdims=n.keepdims)
         nan = op.scalar(float("nan"), like=n.x)
-        return op.Where(_any_nan(op, n.x, axes, n.keepdims), nan, without_nan)  # type: ignore[no-any-return]
+        return op.Where(_any_nan(op, n.x, axes, n.keepdims), nan, without_nan)
 
     return body
 
@@ -128,11 +126,11 @@ def _capture_logical(name: str) -> FromTorch:
 
 def _any_body(op: Builder, n: NodeView) -> ir.Value:
     count = op.ReduceSum(op.Cast(n.x, to=ir.DataType.INT32), axes_input(op, axes_of(n)), keepdims=n.keepdims)
-    return op.Greater(count, op.scalar(0, like=count))  # type: ignore[no-any-return]
+    return op.Greater(count, op.scalar(0, like=count))
 
 
 def _all_body(op: Builder, n: NodeView) -> ir.Value:
-    return op.Not(op.own.ReduceAny(op.Not(n.x), n.axes, keepdims=n.keepdims))  # type: ignore[no-any-return]
+    return op.Not(op.own.ReduceAny(op.Not(n.x), n.axes, keepdims=n.keepdims))
 
 
 def _define_logical(
@@ -164,8 +162,7 @@ def _arg_extreme(op: Builder, name: str, x: ir.Value, axis: int, keepdims: int) 
     if dtype_of(x) == ir.DataType.BOOL:
         x = op.Cast(x, to=ir.DataType.UINT8)
     axis = normalize_axis(axis, rank_of(x))  # onnxruntime's result for an empty tensor and a negative axis is wrong
-    result: ir.Value = op.op(OWN if is_float(dtype_of(x)) else ONNX, name)(x, axis=axis, keepdims=keepdims)
-    return result
+    return op.op(OWN if is_float(dtype_of(x)) else ONNX, name)(x, axis=axis, keepdims=keepdims)
 
 
 def _capture_arg_extreme(name: str) -> FromTorch:
@@ -180,8 +177,7 @@ def _capture_arg_extreme(name: str) -> FromTorch:
 
 def last_index(x: torch.Tensor, function: Any, axis: int, keepdim: bool) -> torch.Tensor:
     """Return the last index of the extreme, where `function` (argmax or argmin) returns the first."""
-    last: torch.Tensor = x.size(axis) - 1 - function(x.flip(axis), axis, keepdim)
-    return last
+    return x.size(axis) - 1 - function(x.flip(axis), axis, keepdim)
 
 
 def _lower_arg_extreme(function: Any) -> Callable[..., Call]:
@@ -202,7 +198,7 @@ def _arg_extreme_body(name: str) -> Callable[[Builder, NodeView], ir.Value]:
         first_nan = op.ArgMax(op.Cast(is_nan, to=ir.DataType.INT32), axis=axis, keepdims=n.keepdims)
         without_nan = op.op(ONNX, name)(op.Where(is_nan, zero, n.x), axis=axis, keepdims=n.keepdims)
         has_nan = _any_nan(op, n.x, (axis,), n.keepdims)
-        return op.Where(has_nan, first_nan, without_nan)  # type: ignore[no-any-return]
+        return op.Where(has_nan, first_nan, without_nan)
 
     return body
 
@@ -262,7 +258,7 @@ def _dim_gradient(op: Builder, n: NodeView, dvalues: ir.Value | None, dindices: 
     if not n.keepdims:
         axis = axes_input(op, _axis_of(n))
         dvalues, indices = op.Unsqueeze(dvalues, axis), op.Unsqueeze(indices, axis)
-    return op.ms.GatherElementsGrad(dvalues, op.shape_of(n.x), indices, axis=n.axis)  # type: ignore[no-any-return]
+    return op.ms.GatherElementsGrad(dvalues, op.shape_of(n.x), indices, axis=n.axis)
 
 
 def _dim_axes(n: NodeView) -> str:

@@ -77,13 +77,13 @@ def _lower_norm(order: int) -> Callable[..., Call]:
 
 
 def _l1_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return op.Mul(op.Sign(n.x), with_reduced_axes(op, n, dy))  # type: ignore[no-any-return]
+    return op.Mul(op.Sign(n.x), with_reduced_axes(op, n, dy))
 
 
 def _l2_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     zero, norm = op.scalar(0.0, like=n.x), with_reduced_axes(op, n, n.y)
     direction = op.Where(op.Equal(norm, zero), zero, op.Div(n.x, norm))
-    return op.Mul(with_reduced_axes(op, n, dy), direction)  # type: ignore[no-any-return]
+    return op.Mul(with_reduced_axes(op, n, dy), direction)
 
 
 REDUCE_L1 = define_reduction("ReduceL1", {}, _lower_norm(1), _l1_gradient, reads=("x",))
@@ -120,22 +120,22 @@ def _lp_body(op: Builder, n: NodeView) -> ir.Value:
     axes, magnitude = axes_input(op, axes_of(n)), op.Abs(n.x)
     if n.p == 0:
         nonzero = op.Cast(op.own.NotEqual(n.x, op.scalar(0, like=n.x)), to=dtype_of(n.x))
-        return op.ReduceSum(nonzero, axes, keepdims=n.keepdims)  # type: ignore[no-any-return]
+        return op.ReduceSum(nonzero, axes, keepdims=n.keepdims)
     total = op.ReduceSum(op.Pow(magnitude, op.scalar(n.p, like=n.x)), axes, keepdims=n.keepdims)
-    return op.Pow(total, op.scalar(1 / n.p, like=n.x))  # type: ignore[no-any-return]
+    return op.Pow(total, op.scalar(1 / n.p, like=n.x))
 
 
 def _lp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     """Return sign(x) |x|^(p-1) dy / y^(p-1); 0 if the norm, or for p < 1 the element, is 0, as in PyTorch."""
     zero = op.scalar(0, like=n.x)
     if n.p == 0:
-        return op.Mul(with_reduced_axes(op, n, dy), op.Mul(n.x, zero))  # type: ignore[no-any-return]
+        return op.Mul(with_reduced_axes(op, n, dy), op.Mul(n.x, zero))
     norm, power = with_reduced_axes(op, n, n.y), op.scalar(n.p - 1, like=n.x)
     direction = op.Mul(op.Sign(n.x), op.Pow(op.Abs(n.x), power))
     if n.p < 1:
         direction = op.Where(op.Equal(n.x, zero), zero, direction)
     scale = op.Div(with_reduced_axes(op, n, dy), op.Pow(norm, power))
-    return op.Mul(direction, op.Where(op.Equal(norm, zero), zero, scale))  # type: ignore[no-any-return]
+    return op.Mul(direction, op.Where(op.Equal(norm, zero), zero, scale))
 
 
 REDUCE_LP = define_reduction(
@@ -160,7 +160,7 @@ def _capture_logsumexp(op: Builder, x: ir.Value, dim: Dims, keepdim: bool = Fals
 
 def _logsumexp_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     """Return dy * softmax(x): NaN for a row of -inf, as in PyTorch."""
-    return op.Mul(with_reduced_axes(op, n, dy), op.Exp(op.Sub(n.x, with_reduced_axes(op, n, n.y))))  # type: ignore[no-any-return]
+    return op.Mul(with_reduced_axes(op, n, dy), op.Exp(op.Sub(n.x, with_reduced_axes(op, n, n.y))))
 
 
 REDUCE_LOG_SUM_EXP = define_reduction(

@@ -28,8 +28,7 @@ from onnxtrain.ops.reduce.over_axes import axes_input, axes_of, axis_map, output
 def _sum(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     """Sum x; without axes return x itself: with noop_with_empty_axes ONNX skips the sum, not the elementwise part."""
     axes = axes_of(n)
-    result: ir.Value = op.ReduceSum(x, axes_input(op, axes), keepdims=n.keepdims) if axes else x
-    return result
+    return op.ReduceSum(x, axes_input(op, axes), keepdims=n.keepdims) if axes else x
 
 
 def _define_reduction(
@@ -87,15 +86,13 @@ def _sum_of_all(op: Builder, x: ir.Value) -> ir.Value:
 def _norm_body(op: Builder, n: NodeView) -> ir.Value:
     dtype = accumulation_dtype(dtype_of(n.xs[0]))
     squares = [_sum_of_all(op, op.Mul(wide, wide)) for wide in (cast(op, x, dtype) for x in n.xs)]
-    result: ir.Value = op.Sqrt(op.Sum(*squares))
-    return result
+    return op.Sqrt(op.Sum(*squares))
 
 
 def norm_of_all(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Compute the L2 norm in float32 or float64, as ONNX Runtime Training does for half-precision gradients."""
     wide = [x if x.dtype == torch.float64 else x.float() for x in xs]
-    result: torch.Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x) for x in wide]))
-    return result
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x) for x in wide]))
 
 
 define_by_body(
@@ -113,16 +110,14 @@ define_by_body(
 def _has_nonfinite(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     infinite, nan = op.IsInf(x), op.IsNaN(x)
     nonfinite = infinite if n.isinf_only else nan if n.isnan_only else op.Or(infinite, nan)
-    result: ir.Value = op.own.ReduceAny(nonfinite, keepdims=0)
-    return result
+    return op.own.ReduceAny(nonfinite, keepdims=0)
 
 
 def _finite_body(op: Builder, n: NodeView) -> ir.Value:
     any_nonfinite = _has_nonfinite(op, n, n.xs[0])
     for x in n.xs[1:]:
         any_nonfinite = op.Or(any_nonfinite, _has_nonfinite(op, n, x))
-    result: ir.Value = op.Not(any_nonfinite)
-    return result
+    return op.Not(any_nonfinite)
 
 
 def all_finite(xs: Sequence[torch.Tensor], check_inf: bool, check_nan: bool) -> torch.Tensor:

@@ -61,14 +61,12 @@ def with_reduced_axes(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
     axes = axes_of(n)
     if n.keepdims or not axes:
         return reduced
-    result: ir.Value = op.Unsqueeze(reduced, axes_input(op, axes))
-    return result
+    return op.Unsqueeze(reduced, axes_input(op, axes))
 
 
 def expanded_to_input(op: Builder, n: NodeView, reduced: ir.Value) -> ir.Value:
     """Expand a value of the output's shape over the reduced axes to x's shape."""
-    result: ir.Value = op.Expand(with_reduced_axes(op, n, reduced), op.shape_of(n.x))
-    return result
+    return op.Expand(with_reduced_axes(op, n, reduced), op.shape_of(n.x))
 
 
 def count_of(n: NodeView) -> Size:

@@ -129,9 +129,9 @@ def _sum_to_body(op: Builder, n: NodeView) -> ir.Value:
             split_shape.append(sizes.add(sizes.subtract(source_size, target_size), 1))
         split_shape.append(target_size)
     if not summed_axes:
-        return op.Identity(n.x)  # type: ignore[no-any-return]
+        return op.Identity(n.x)
     x = n.x if len(split_shape) == len(source) else op.Reshape(n.x, op.sizes(split_shape), allowzero=1)
-    return op.ReduceSum(x, axes_input(op, summed_axes), keepdims=0)  # type: ignore[no-any-return]
+    return op.ReduceSum(x, axes_input(op, summed_axes), keepdims=0)
 
 
 SUM_TO = define(
@@ -168,7 +168,7 @@ def _mean_body(op: Builder, n: NodeView) -> ir.Value:
 
     def mean(x: ir.Value) -> ir.Value:
         total = op.ReduceSum(x, axes_input(op, axes_of(n)), keepdims=n.keepdims)
-        return op.Div(total, op.size(count_of(n), dtype_of(x)))  # type: ignore[no-any-return]
+        return op.Div(total, op.size(count_of(n), dtype_of(x)))
 
     return in_float32(op, n.x, mean) if axes_of(n) else op.Identity(n.x)
 
@@ -212,7 +212,7 @@ def _lower_prod(n: NodeView, x: Any, axes: Any) -> Call:
     result = x
     for dim in reversed(dims):
         result = Call(torch.prod, result, dim, bool(n.keepdims), dtype=dtype)
-    return result  # type: ignore[no-any-return]  # dims is not empty
+    return result  # dims is not empty
 
 
 def _prod_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
@@ -226,7 +226,7 @@ def _prod_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
     at_nonzero = op.Where(op.Equal(zero_count, zero), op.Div(product, nonzero), op.Mul(product, zero))
     at_zero = op.Where(op.Equal(zero_count, one), product, zero)
     others = op.Where(is_zero, at_zero, at_nonzero)
-    return op.Mul(with_reduced_axes(op, n, dy), others)  # type: ignore[no-any-return]
+    return op.Mul(with_reduced_axes(op, n, dy), others)
 
 
 REDUCE_PROD = define_reduction(

@@ -37,13 +37,11 @@ def _degrees_of_freedom(op: Builder, n: NodeView, dtype: ir.DataType) -> ir.Valu
     count = count_of(n)
     if isinstance(count, int):
         return op.scalar(count - n.correction, dtype)
-    result: ir.Value = op.Sub(op.size(count, dtype), op.scalar(n.correction, dtype))
-    return result
+    return op.Sub(op.size(count, dtype), op.scalar(n.correction, dtype))
 
 
 def _centered(op: Builder, n: NodeView) -> ir.Value:
-    result: ir.Value = op.Sub(n.x, op.ReduceMean(n.x, axes_input(op, axes_of(n)), keepdims=1))
-    return result
+    return op.Sub(n.x, op.ReduceMean(n.x, axes_input(op, axes_of(n)), keepdims=1))
 
 
 def _var_body(op: Builder, n: NodeView) -> ir.Value:
@@ -52,7 +50,7 @@ def _var_body(op: Builder, n: NodeView) -> ir.Value:
 
     def divided(value: ir.Value) -> ir.Value:
         dtype = dtype_of(value)
-        return op.Div(value, op.Max(_degrees_of_freedom(op, n, dtype), op.scalar(0.0, dtype)))  # type: ignore[no-any-return]
+        return op.Div(value, op.Max(_degrees_of_freedom(op, n, dtype), op.scalar(0.0, dtype)))
 
     return in_float32(op, total, divided)
 
@@ -62,9 +60,9 @@ def _var_gradient(op: Builder, n: NodeView, dvar: ir.Value) -> ir.Value:
 
     def scaled(value: ir.Value) -> ir.Value:
         dtype = dtype_of(value)
-        return op.Mul(op.Div(op.scalar(2.0, dtype), _degrees_of_freedom(op, n, dtype)), value)  # type: ignore[no-any-return]
+        return op.Mul(op.Div(op.scalar(2.0, dtype), _degrees_of_freedom(op, n, dtype)), value)
 
-    return op.Mul(with_reduced_axes(op, n, in_float32(op, dvar, scaled)), _centered(op, n))  # type: ignore[no-any-return]
+    return op.Mul(with_reduced_axes(op, n, in_float32(op, dvar, scaled)), _centered(op, n))
 
 
 def _std_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:

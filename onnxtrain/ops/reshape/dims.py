@@ -29,8 +29,7 @@ def transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
     perm = [normalize_axis(p, rank) for p in perm]
     if perm == list(range(rank)):
         return x
-    result: ir.Value = op.Transpose(x, perm=perm)
-    return result
+    return op.Transpose(x, perm=perm)
 
 
 def swapped(op: Builder, x: ir.Value, first: int, second: int) -> ir.Value:
@@ -183,8 +182,7 @@ def _capture_squeeze(op: Builder, x: ir.Value, dim: int | Sequence[int] | None =
 
 def squeezed(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
     """Drop `axes`, all of size 1; return x itself if there are none."""
-    result: ir.Value = op.Squeeze(x, int64_vector(op, axes)) if axes else x
-    return result
+    return op.Squeeze(x, int64_vector(op, axes)) if axes else x
 
 
 SQUEEZE = define_movement(
@@ -229,8 +227,7 @@ def unsqueezed(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
     if not axes:
         return x
     positions = normalize_axes(axes, rank_of(x) + len(axes))
-    result: ir.Value = op.Unsqueeze(x, int64_vector(op, positions))
-    return result
+    return op.Unsqueeze(x, int64_vector(op, positions))
 
 
 def _added_axes(n: NodeView) -> tuple[int, ...]:
@@ -300,8 +297,7 @@ def expanded(op: Builder, x: ir.Value, shape: Sequence[Size]) -> ir.Value:
     shape = tuple(shape)
     if sizes.dims_of(x) == shape:
         return x
-    result: ir.Value = op.Expand(x, op.sizes(shape))
-    return result
+    return op.Expand(x, op.sizes(shape))
 
 
 def _expanded_type(n: NodeView) -> Sequence[TensorType]:

@@ -53,8 +53,7 @@ def _positions(op: Builder, n: NodeView, axis: int, windows: Size) -> ir.Value:
     one = op.scalar(1, ir.DataType.INT64)
     start = op.Mul(op.Range(op.size(0), op.size(windows), one), op.size(n.strides[axis]))
     step = op.constant([[i * n.dilations[axis]] for i in range(n.kernel_shape[axis])], ir.DataType.INT64)
-    result: ir.Value = op.Add(step, start)
-    return result
+    return op.Add(step, start)
 
 
 # Im2Col
@@ -69,7 +68,7 @@ def _im2col_type(n: NodeView) -> Sequence[TensorType]:
 def _padded(op: Builder, n: NodeView, x: ir.Value) -> ir.Value:
     height_pad, width_pad = symmetric_pads(n, 2)
     pads = int64_vector(op, [height_pad, width_pad, height_pad, width_pad])
-    return op.Pad(x, pads, op.scalar(0, like=x), int64_vector(op, [2, 3]))  # type: ignore[no-any-return]
+    return op.Pad(x, pads, op.scalar(0, like=x), int64_vector(op, [2, 3]))
 
 
 def _im2col_body(op: Builder, n: NodeView) -> ir.Value:
@@ -80,8 +79,7 @@ def _im2col_body(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _im2col_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    dx: ir.Value = op.own.Col2Im(dy, op.sizes(sizes.dims_of(n.x)[2:]), **_window_attributes(n))
-    return dx
+    return op.own.Col2Im(dy, op.sizes(sizes.dims_of(n.x)[2:]), **_window_attributes(n))
 
 
 def _onnx_window(kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> dict[str, Any]:
@@ -143,8 +141,7 @@ def _col2im_body(op: Builder, n: NodeView) -> ir.Value:
         unpadded = op.Range(op.size(pads[axis]), op.size(sizes.add(size[axis], pads[axis])), op.size(1))
         matrices.append(op.Cast(op.Equal(positions, unpadded), to=dtype_of(n.x)))
     rows, columns = matrices
-    result: ir.Value = op.MatMul(op.Transpose(rows, perm=[1, 0]), op.MatMul(y, columns))
-    return result
+    return op.MatMul(op.Transpose(rows, perm=[1, 0]), op.MatMul(y, columns))
 
 
 def _col2im_gradient(op: Builder, n: NodeView, dy: ir.Value) -> list[ir.Value | None]:

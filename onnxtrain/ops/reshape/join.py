@@ -27,8 +27,7 @@ from onnxtrain.ops.symbolic_ints import required_ints
 
 def concatenated(op: Builder, xs: Sequence[ir.Value], axis: int) -> ir.Value:
     """Concatenate along `axis`; return a single tensor itself."""
-    result: ir.Value = xs[0] if len(xs) == 1 else op.Concat(*xs, axis=normalize_axis(axis, rank_of(xs[0])))
-    return result
+    return xs[0] if len(xs) == 1 else op.Concat(*xs, axis=normalize_axis(axis, rank_of(xs[0])))
 
 
 def _concatenated_type(n: NodeView) -> Sequence[TensorType]:

@@ -41,8 +41,7 @@ def _trilu_axes(n: NodeView) -> str:
 
 def _capture_trilu(upper: int) -> Any:
     def capture(op: Builder, x: ir.Value, diagonal: Size = 0) -> ir.Value:
-        result: ir.Value = op.Trilu(x, op.size(diagonal), upper=upper)
-        return result
+        return op.Trilu(x, op.size(diagonal), upper=upper)
 
     return capture
 
@@ -92,8 +91,7 @@ def _diagonal_indices(op: Builder, length: Size, columns: Size, offset: int) -> 
     first = -offset if offset < 0 else 0
     start = sizes.add(sizes.multiply(first, columns), max(offset, 0))
     step = op.size(sizes.add(columns, 1))
-    result: ir.Value = op.Add(op.Mul(arange(op, length), step), op.size(start))
-    return result
+    return op.Add(op.Mul(arange(op, length), step), op.size(start))
 
 
 def _diagonal_body(op: Builder, n: NodeView) -> ir.Value:
@@ -104,8 +102,7 @@ def _diagonal_body(op: Builder, n: NodeView) -> ir.Value:
     *outer, height, width = sizes.dims_of(x)
     flat = reshaped(op, x, (*outer, sizes.multiply(height, width)))
     indices = _diagonal_indices(op, sizes.dims_of(n.y)[-1], width, n.offset)
-    result: ir.Value = op.Gather(flat, indices, axis=len(outer))
-    return result
+    return op.Gather(flat, indices, axis=len(outer))
 
 
 def _diagonal_attributes(n: NodeView) -> dict[str, int]:
@@ -119,8 +116,7 @@ def _capture_diagonal(op: Builder, x: ir.Value, offset: int = 0, dim1: int = 0, 
 
 def _capture_diagonal_embed(op: Builder, x: ir.Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ir.Value:
     shape = op.sizes(op.out[0].shape)
-    result: ir.Value = op.own.DiagonalEmbed(x, shape, offset=offset, row_axis=dim1, column_axis=dim2)
-    return result
+    return op.own.DiagonalEmbed(x, shape, offset=offset, row_axis=dim1, column_axis=dim2)
 
 
 def _capture_diag(op: Builder, x: ir.Value, diagonal: int = 0) -> ir.Value:
@@ -221,8 +217,7 @@ def _unfolded_type(n: NodeView) -> Sequence[TensorType]:
 def _window_indices(op: Builder, count: Size, size: int, step: int) -> ir.Value:
     """Return the indices of the elements of each window, [count, size]."""
     starts = op.Mul(arange(op, count), op.size(step))
-    result: ir.Value = op.Add(vector_along(op, starts, 0, 2), vector_along(op, arange(op, size), 1, 2))
-    return result
+    return op.Add(vector_along(op, starts, 0, 2), vector_along(op, arange(op, size), 1, 2))
 
 
 def _unfold_body(op: Builder, n: NodeView) -> ir.Value:

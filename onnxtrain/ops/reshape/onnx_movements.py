@@ -159,8 +159,7 @@ def _reverse_body(op: Builder, n: NodeView) -> ir.Value:
     lengths = vector_along(op, cast(op, n.lengths, ir.DataType.INT64), n.batch_axis, rank)
     mirrored = op.Sub(op.Sub(lengths, op.scalar(1, ir.DataType.INT64)), times)
     sources = op.Where(op.Less(times, lengths), mirrored, times)
-    result: ir.Value = op.GatherElements(n.x, expanded(op, sources, sizes.dims_of(n.x)), axis=n.time_axis)
-    return result
+    return op.GatherElements(n.x, expanded(op, sources, sizes.dims_of(n.x)), axis=n.time_axis)
 
 
 def reverse_sequence(x: torch.Tensor, lengths: torch.Tensor, time_axis: int, batch_axis: int) -> torch.Tensor:
@@ -220,7 +219,7 @@ def _crop_body(op: Builder, n: NodeView) -> ir.Value:
         pads = op.sizes([before, sizes.subtract(lacking, before)])
         pad_inputs = (x, pads, op.scalar(0, like=x), axes)
         x = op.node("", "Pad", pad_inputs, {}, types=[TensorType(dtype_of(x), tuple(shape))]).outputs[0]
-    return x  # type: ignore[no-any-return]
+    return x
 
 
 def center_crop_pad(x: torch.Tensor, targets: Sequence[int], axes: Sequence[int]) -> torch.Tensor:
@@ -312,8 +311,7 @@ def _compress_body(op: Builder, n: NodeView) -> ir.Value:
     if axis is None:
         x, axis = reshaped(op, x, (sizes.multiply(1, *sizes.dims_of(x)),)), 0
     rows = op.Squeeze(op.NonZero(n.condition), int64_vector(op, [0]))
-    result: ir.Value = op.Gather(x, rows, axis=axis)
-    return result
+    return op.Gather(x, rows, axis=axis)
 
 
 def _lower_compress(n: NodeView, x: Any, condition: Any) -> Call:

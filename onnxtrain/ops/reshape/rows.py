@@ -38,8 +38,7 @@ def scatter_rows(
 
 def arange(op: Builder, count: Size) -> ir.Value:
     """Return 0, 1, … count - 1 as an int64 vector."""
-    result: ir.Value = op.Range(op.size(0), op.size(count), op.size(1))
-    return result
+    return op.Range(op.size(0), op.size(count), op.size(1))
 
 
 def vector_along(op: Builder, value: ir.Value, axis: int, rank: int) -> ir.Value:

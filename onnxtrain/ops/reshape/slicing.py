@@ -148,8 +148,7 @@ def _slice_on_host(n: NodeView, x: Any, starts: Any, ends: Any, axes: Any = None
 
 def sliced(op: Builder, x: ir.Value, axis: int, start: Size, end: Size, step: int = 1) -> ir.Value:
     """Return x[.., start:end:step, ..], sliced along one axis."""
-    result: ir.Value = op.Slice(x, *_slice_inputs(op, axis, start, end, step))
-    return result
+    return op.Slice(x, *_slice_inputs(op, axis, start, end, step))
 
 
 def _slice_inputs(op: Builder, axis: int, start: Size, end: Size, step: int) -> tuple[ir.Value, ...]:
@@ -360,15 +359,13 @@ def _capture_slice_scatter(
     if sizes.dims_of(src) == sizes.dims_of(x) and step == 1:
         return src  # all of x is written
     slice_inputs = _slice_inputs(op, axis, 0 if start is None else start, _TO_LAST if end is None else end, step)
-    result: ir.Value = op.own.SliceScatter(x, src, *slice_inputs)
-    return result
+    return op.own.SliceScatter(x, src, *slice_inputs)
 
 
 def _capture_select_scatter(op: Builder, x: ir.Value, src: ir.Value, dim: int, index: Size) -> ir.Value:
     axis = checked_axis(dim, rank_of(x), "the axis of select_scatter")
     row = unsqueezed(op, cast(op, src, dtype_of(x)), axis)
-    result: ir.Value = op.own.SliceScatter(x, row, *_slice_inputs(op, axis, *_row_bounds(x, axis, index), 1))
-    return result
+    return op.own.SliceScatter(x, row, *_slice_inputs(op, axis, *_row_bounds(x, axis, index), 1))
 
 
 def _check_step(step: Any) -> None:
@@ -400,8 +397,7 @@ SLICE_SCATTER = define_movement(
 def _flip_body(op: Builder, n: NodeView) -> ir.Value:
     count = len(n.along)
     start, end, step = (int64_vector(op, [bound] * count) for bound in _WHOLE_BACKWARDS)
-    result: ir.Value = op.Slice(n.x, start, end, int64_vector(op, n.along), step)
-    return result
+    return op.Slice(n.x, start, end, int64_vector(op, n.along), step)
 
 
 def _flip_axes(n: NodeView) -> str:
@@ -412,8 +408,7 @@ def _flip_axes(n: NodeView) -> str:
 def flipped(op: Builder, x: ir.Value, *axes: int) -> ir.Value:
     """Reverse x along `axes`; return x itself if there are none."""
     along = [checked_axis(a, rank_of(x), "an axis of flip") for a in axes]
-    result: ir.Value = op.own.Flip(x, along=along) if along else x
-    return result
+    return op.own.Flip(x, along=along) if along else x
 
 
 def _capture_rot90(op: Builder, x: ir.Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> ir.Value:
@@ -452,8 +447,7 @@ def rolled(op: Builder, x: ir.Value, shift: Size, axis: int) -> ir.Value:
     at_least_one = sizes.maximum(1, total)  # avoids a remainder by 0
     forward = sizes.from_sympy(sizes.parse(shift) % sizes.parse(at_least_one))
     start = sizes.subtract(total, forward)
-    result: ir.Value = op.Concat(sliced(op, x, axis, start, _TO_LAST), sliced(op, x, axis, 0, start), axis=axis)
-    return result
+    return op.Concat(sliced(op, x, axis, start, _TO_LAST), sliced(op, x, axis, 0, start), axis=axis)
 
 
 def repeated_rows(op: Builder, x: ir.Value, axis: int, count: Size) -> ir.Value:

@@ -60,8 +60,7 @@ def _capture_repeat(op: Builder, x: ir.Value, repeats: Sequence[Size]) -> ir.Val
     rank = rank_of(x)
     x = unsqueezed(op, x, *range(len(repeats) - rank)) if len(repeats) > rank else x
     repeats = [*[1] * (rank - len(repeats)), *repeats]
-    result: ir.Value = x if all(r == 1 for r in repeats) else op.Tile(x, op.sizes(repeats))
-    return result
+    return x if all(r == 1 for r in repeats) else op.Tile(x, op.sizes(repeats))
 
 
 def _capture_repeat_interleave(

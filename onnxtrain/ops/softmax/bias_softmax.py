@@ -124,7 +124,7 @@ define_by_body(
 
 def _softmax_dropout_grad_body(op: Builder, n: NodeView) -> ir.Value:
     dy = op.ms.DropoutGrad(n.dy, n.mask, n.ratio, op.scalar(True, ir.DataType.BOOL))
-    return op.ms.SoftmaxGrad_13(dy, n.probabilities, axis=n.axis)  # type: ignore[no-any-return]
+    return op.ms.SoftmaxGrad_13(dy, n.probabilities, axis=n.axis)
 
 
 def softmax_dropout_backward(dy: Tensor, mask: Tensor, probabilities: Tensor, ratio: Any, axis: int) -> Tensor:

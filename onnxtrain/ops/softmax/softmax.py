@@ -95,13 +95,11 @@ def _flops(n: NodeView) -> Size:
 
 
 def _softmax_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    dx: ir.Value = op.ms.SoftmaxGrad_13(dy, n.y, axis=n.axis)
-    return dx
+    return op.ms.SoftmaxGrad_13(dy, n.y, axis=n.axis)
 
 
 def _log_softmax_gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    dx: ir.Value = op.ms.LogSoftmaxGrad_13(dy, n.y, axis=n.axis)
-    return dx
+    return op.ms.LogSoftmaxGrad_13(dy, n.y, axis=n.axis)
 
 
 SOFTMAX = _define_softmax(
@@ -131,8 +129,7 @@ def _safe_softmax_body(op: Builder, n: NodeView) -> ir.Value:
     masked = op.Equal(row_max, op.scalar(-math.inf, like=n.x))
     exponentials = op.Exp(op.Sub(n.x, op.Where(masked, op.scalar(0.0, like=n.x), row_max)))
     total = op.ReduceSum(exponentials, _reduced_axis(op, n), keepdims=1)
-    y: ir.Value = op.Div(exponentials, op.Where(masked, op.scalar(1.0, like=n.x), total))
-    return y
+    return op.Div(exponentials, op.Where(masked, op.scalar(1.0, like=n.x), total))
 
 
 def safe_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -185,14 +182,12 @@ def _define_gradient(name: str, kernel: Callable[..., Any], body: Callable[[Buil
 
 def _softmax_grad_body(op: Builder, n: NodeView) -> ir.Value:
     total = op.ReduceSum(op.Mul(n.dy, n.y), _reduced_axis(op, n), keepdims=1)
-    dx: ir.Value = op.Mul(n.y, op.Sub(n.dy, total))
-    return dx
+    return op.Mul(n.y, op.Sub(n.dy, total))
 
 
 def _log_softmax_grad_body(op: Builder, n: NodeView) -> ir.Value:
     total = op.ReduceSum(n.dy, _reduced_axis(op, n), keepdims=1)
-    dx: ir.Value = op.Sub(n.dy, op.Mul(op.Exp(n.y), total))
-    return dx
+    return op.Sub(n.dy, op.Mul(op.Exp(n.y), total))
 
 
 SOFTMAX_GRAD = _define_gradient("SoftmaxGrad_13", aten_kernels.softmax_grad, _softmax_grad_body)
