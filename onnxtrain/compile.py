@@ -21,7 +21,7 @@ from onnxtrain.capture.refusals import common_device
 from onnxtrain.errors import CompileError
 from onnxtrain.execute.boundary import Unit
 from onnxtrain.execute.compiled import Compiled, runner, runner_by_sizes
-from onnxtrain.execute.cuda_recorder import recordings_for
+from onnxtrain.execute.cuda_recorder import Recorders, recordings_for
 from onnxtrain.execute.kernel_annotations import annotate_kernels
 from onnxtrain.execute.packed_variants import plan_packed_variants
 from onnxtrain.execute.sized_units import SizedUnits
@@ -41,7 +41,12 @@ from onnxtrain.stages import Mode, Stages
 
 
 def compile_module(
-    module: torch.nn.Module, captured: Captured, inputs: Sequence[torch.Tensor], options: Options, rerun: Rerun
+    module: torch.nn.Module,
+    captured: Captured,
+    inputs: Sequence[torch.Tensor],
+    options: Options,
+    rerun: Rerun,
+    recorders: Recorders,
 ) -> Compiled:
     """Compile a captured module.
 
@@ -51,6 +56,7 @@ def compile_module(
         inputs: a tensor for each input of the capture.
         options: see `onnxtrain.options`.
         rerun: runs the module in PyTorch on such tensors, for create_graph.
+        recorders: those of the user's model, under the option cuda_graphs.
 
     Raises:
         ORTModuleFallbackException: the module cannot be differentiated, or onnxtrain has a bug.
@@ -84,18 +90,16 @@ def compile_module(
             device,
             options,
             ChannelsLast() if channels_last.is_profitable(model.graph, inputs) else None,
-            recordings_for(captured, inputs, options, device),
+            recordings_for(captured, inputs, options, device, recorders),
             rerun,
         )
         joint = _gradients(builder, stages) if any(wrt) else None
     if joint is not None and (functions := functions_for(name, device.type)):  # the user's: their errors are raised
         joint = stages.record_joint("user-functions", rewrite_joint(joint, functions))
     with internal_errors_as(CompileError, problem):
-        if joint is not None:
-            compiled = _lower(_plan(joint, builder, inputs), builder, inputs, stages)
-        else:
-            compiled = _lower_inference(builder, inputs, stages)
-    return compiled if packed is None else packed.attach(compiled, name, rerun, partial(compile_module, module))
+        compiled = _lower(joint, builder, inputs, stages)
+    compile_packed = partial(compile_module, module, recorders=recorders)
+    return compiled if packed is None else packed.attach(compiled, name, rerun, compile_packed)
 
 
 def _gradients(builder: UnitBuilder, stages: Stages) -> Joint:
@@ -111,7 +115,14 @@ def _plan(joint: Joint, builder: UnitBuilder, inputs: Sequence[torch.Tensor]) ->
     return plan_memory(joint, mutated, builder.views, inputs, builder.options, builder.device.type, builder.layout)
 
 
-def _lower(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
+def _lower(joint: Joint | None, builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
+    """Build the programs of the joint graph, or of the forward graph if no input needs a gradient."""
+    if joint is None:
+        return _lower_inference(builder, inputs, stages)
+    return _lower_training(_plan(joint, builder, inputs), builder, inputs, stages)
+
+
+def _lower_training(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
     """Build one unit, or one for each recompute choice that depends on the sizes of a call."""
 
     def unit_for(choice: RecomputeChoice) -> Unit:

@@ -15,8 +15,8 @@ nothing is read after it was overwritten, in two forwards before a backward, or 
 - if only the user holds results, a new recording is made that returns copies of these. The ordinary calls already show
   which results the user holds at the next call, such as the loss of a training loop.
 
-A recording's memory is its own: no other graph uses it, even while nothing there is alive. Arguments that backward
-keeps are the caller's tensors or views of them, as without a recording: autograd sees when they are changed.
+The recordings of a module share a memory pool (`shared_pool`). Arguments that backward keeps are the caller's tensors
+or views of them, as without a recording: autograd sees when they are changed.
 
 A recording is for exact sizes. For tokens without padding, `packing` rounds their number up, to need few recordings.
 Otherwise the recordings of the last eight sets of sizes are kept, and a warning says what to do about many.
@@ -27,6 +27,7 @@ A `Recorder` makes the recordings: `cuda_recorder` on a GPU; the tests have one 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.execute.program import Program, Run, drain
 from onnxtrain.execute.recorded_results import NotRecordedError, ResultLayout
+from onnxtrain.execute.shared_pool import SharedPool
 from onnxtrain.graph.traversal import origin
 from onnxtrain.log import warn_once
 from onnxtrain.ops import Effects, definition_of
@@ -72,7 +74,13 @@ _REASONS = {
 
 
 class Recorder(Protocol):
-    """Records programs of one unit, to replay them."""
+    """Records the programs of one module and of its blocks, to replay them.
+
+    Attributes:
+        pool: what recordings overwrite in the memory that they share.
+    """
+
+    pool: SharedPool
 
     def is_busy(self) -> bool:
         """Return whether the caller is recording now."""
@@ -80,18 +88,28 @@ class Recorder(Protocol):
     def exclusive(self) -> AbstractContextManager[None]:
         """Enter a section in which no other recording of this recorder runs, on any thread or stream."""
 
-    def follow(self, previous: Any) -> Any:
-        """Return the caller's stream, after it was made to wait for `previous`, the stream of an earlier replay.
+    def follow(self) -> None:
+        """Make the caller's stream wait for those of earlier replays: readers of their results have ended then."""
 
-        Readers of the results of that replay have ended then.
-        """
+    def without_owner(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, which is in the shared memory, in a storage that later recordings may overwrite."""
 
     def record(
-        self, function: Callable[[Sequence[torch.Tensor]], Results], arguments: Sequence[torch.Tensor]
+        self,
+        function: Callable[[Sequence[torch.Tensor]], Results],
+        arguments: Sequence[torch.Tensor],
+        *,
+        is_pooled: bool,
     ) -> tuple[Results, Replay]:
         """Run the function on the arguments, possibly several times, and record it; inside `exclusive`.
 
         The arguments are not kept alive.
+
+        Args:
+            function: runs the program.
+            arguments: its tensors.
+            is_pooled: whether the recording takes memory that earlier ones no longer hold, and later ones take what it
+                does not hold; else its memory is its own.
 
         Returns:
             Its results, which are valid after the first replay only, and the replay: it computes the results into the
@@ -225,12 +243,14 @@ class RecordedProgram:
 
     def _recording(self, entry: Sizes, tensors: Sequence[torch.Tensor], sizes_in: Sequence[int]) -> Recording | None:
         """Return the recording for a call, made after `CALLS` calls of its sizes; None if the call runs the program."""
-        addresses = self._addresses(tensors)
+        addresses, in_the_way = self._addresses(tensors), False
         for recording in reversed(entry.recordings):
             if recording.addresses == addresses and not recording.live_results():
-                entry.recordings.remove(recording)
-                entry.recordings.append(recording)
-                return recording
+                if recording.may_replay():
+                    entry.recordings.remove(recording)
+                    entry.recordings.append(recording)
+                    return recording
+                in_the_way = True
         if entry.recordings and any(entry.recordings[-1].addresses[i] != addresses[i] for i in self._fixed):
             self._evict()
             self._count_move()
@@ -243,13 +263,15 @@ class RecordedProgram:
         if entry.calls < CALLS:
             entry.calls += 1
             return None
-        return self._record(entry, tensors, sizes_in, addresses) if self._make_room(entry, addresses) else None
+        if not self._make_room(entry, addresses):
+            return None
+        return self._record(entry, tensors, sizes_in, addresses, is_pooled=not in_the_way)
 
     def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the addresses of the arguments that a recording reads where they are; 0 for those that it copies."""
         if self._reads_results:
             addresses = [t.data_ptr() for t in tensors]
-            addresses = [a if a in _RECORDED else 0 for a in addresses]
+            addresses = [a if _RECORDED.get(a) else 0 for a in addresses]
         else:
             addresses = [0] * len(tensors)
         for i in self._fixed:
@@ -269,7 +291,7 @@ class RecordedProgram:
             if recording.addresses == addresses:
                 if outlived:
                     self._drop(entry, recording)
-            elif any(a and a not in _RECORDED for i, a in enumerate(recording.addresses) if i not in self._fixed):
+            elif any(a and not _RECORDED.get(a) for i, a in enumerate(recording.addresses) if i not in self._fixed):
                 self._drop(entry, recording)  # it reads results of a recording that was dropped
         if len(entry.recordings) < MOST_RECORDINGS:
             return True
@@ -289,7 +311,13 @@ class RecordedProgram:
         return True
 
     def _record(
-        self, entry: Sizes, tensors: Sequence[torch.Tensor], sizes_in: Sequence[int], addresses: list[int]
+        self,
+        entry: Sizes,
+        tensors: Sequence[torch.Tensor],
+        sizes_in: Sequence[int],
+        addresses: list[int],
+        *,
+        is_pooled: bool,
     ) -> Recording | None:
         try:
             recording = Recording(
@@ -300,6 +328,7 @@ class RecordedProgram:
                 sizes_in,
                 addresses,
                 self._copied_results,
+                is_pooled=is_pooled,
             )
         except RuntimeError as error:  # includes CUDA's errors, such as out of memory
             reason = str(error).partition("\n")[0]
@@ -342,6 +371,8 @@ class Recording:
         sizes_in: Sequence[int],
         addresses: Sequence[int],
         copied_results: Collection[int] = (),
+        *,
+        is_pooled: bool = True,
     ) -> None:
         """Record a program.
 
@@ -353,13 +384,14 @@ class Recording:
             sizes_in: its sizes.
             addresses: see the attribute.
             copied_results: the indices of results of which each replay returns a copy.
+            is_pooled: whether it shares the memory pool, if no result is alive there that it might overwrite.
 
         Raises:
             NotRecordedError: a tensor is on another device.
             RuntimeError: an error of the recorder or of the program; or results share memory as different types.
         """
         _check_device(tensors, recordings.device, "an argument")
-        self._recorder, self._stream = recordings.recorder, None
+        self._recorder = recordings.recorder
         arguments = [
             t.detach() if address else torch.empty_like(t) for t, address in zip(tensors, addresses, strict=True)
         ]
@@ -367,19 +399,27 @@ class Recording:
         self._copied = [i for i, address in enumerate(addresses) if not address]
         self.inputs = [arguments[i] for i in self._copied]
         self._copy_in(tensors)
+        spares = self._recorder.pool.reserve(self._recorder.without_owner) if is_pooled else None
         (results, self._sizes), self._replay = self._recorder.record(
-            lambda arguments: run(iter(arguments), sizes_in), arguments
+            lambda arguments: run(iter(arguments), sizes_in), arguments, is_pooled=spares is not None
         )
         _check_device([t for t in results if t is not None], recordings.device, "a result")
         layout = ResultLayout(part, tensors, arguments, results, copied_results)
         self._outputs, self.memories, self._aliased = layout.outputs, layout.memories, sorted(layout.aliased)
-        for address in layout.addresses:
-            if address:
-                _RECORDED[address] = self
+        self._share = None if spares is None else self._recorder.pool.add(spares, self.memories)
+        result_addresses = [address for address in layout.addresses if address]
+        _RECORDED.update(result_addresses)
+        weakref.finalize(self, _forget, result_addresses).atexit = False
+
+    def may_replay(self) -> bool:
+        """Return whether a replay overwrites no result of another recording that is alive."""
+        return self._share is None or self._recorder.pool.may_replay(self._share)
 
     def run(self, tensors: list[torch.Tensor]) -> Results:
         """Replay on these arguments. Empties the list: tensors that are no longer read can be freed."""
-        self._stream = self._recorder.follow(self._stream)
+        self._recorder.follow()
+        if self._share is not None:
+            self._recorder.pool.replays(self._share)
         self._copy_in(tensors)
         aliased = {i: tensors[i] for i in self._aliased}
         tensors.clear()
@@ -402,5 +442,12 @@ def _check_device(tensors: Iterable[torch.Tensor], device: torch.device, role: s
             raise NotRecordedError(f"{role} is on {tensor.device}, expected {device}")
 
 
-# The recordings by the addresses of their results. Another program's recording reads these where they are.
-_RECORDED: weakref.WeakValueDictionary[int, Recording] = weakref.WeakValueDictionary()
+# The number of recordings with a result at an address. Another program's recording reads these where they are.
+_RECORDED: Counter[int] = Counter()
+
+
+def _forget(addresses: Iterable[int]) -> None:
+    _RECORDED.subtract(addresses)
+    for address in addresses:
+        if _RECORDED[address] <= 0:
+            del _RECORDED[address]

@@ -36,18 +36,31 @@ class ResultMemory:
         is_copied: whether each replay returns a copy.
     """
 
-    def __init__(self, tensor: torch.Tensor, results: Collection[int], is_copied: bool) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, results: Collection[int], is_copied: bool, is_argument: bool = False
+    ) -> None:
+        """Hold the memory; `is_argument`: it is that of an argument, which later recordings never overwrite."""
         self.results = frozenset(results)
-        self._storage: torch.UntypedStorage | None = None
         self.is_copied = is_copied or storage_use_count is None
-        self.template = tensor if self.is_copied else self._in_own_storage(tensor)
+        self._is_argument = is_argument
+        self._hold(tensor if self.is_copied else _in_storage_of(dlpack.from_dlpack(_bytes(tensor)), tensor))
+
+    def _hold(self, template: torch.Tensor) -> None:
+        self.template = template
+        self._storage: torch.UntypedStorage | None = None
         if not self.is_copied:
-            self._storage = self.template.untyped_storage()
+            self._storage = template.untyped_storage()
             self._unshared = self._references()
 
-    def _in_own_storage(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = dlpack.from_dlpack(_bytes(tensor)).untyped_storage()
-        return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    def release(self, without_owner: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let later recordings overwrite the memory. Replays still return tensors in it.
+
+        Args:
+            without_owner: returns the bytes of a tensor, in a storage that does not keep its memory from them.
+        """
+        if not self._is_argument and self.template.untyped_storage().nbytes():
+            with torch.inference_mode(self.template.is_inference()):  # autograd saves no tensor made in that mode
+                self._hold(_in_storage_of(without_owner(_bytes(self.template)), self.template))
 
     def _references(self) -> int:
         """Return the number of references to the storage, from C++ and from Python."""
@@ -62,6 +75,11 @@ class ResultMemory:
     def returned(self) -> torch.Tensor:
         """Return the tensor of a replay. Its version counter is its own."""
         return self.template.clone() if self.is_copied else self.template.data
+
+
+def _in_storage_of(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor at the same place of another storage."""
+    return tensor.new_empty(0).set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,8 +174,9 @@ class ResultLayout:
         if storage not in self._memories:
             self._memories[storage] = len(self.memories)
             whole = tensor if alone else _flat_storage(tensor)
-            is_copied = storage in self._argument_storages or any(i in self._copied for i in sharing)
-            self.memories.append(ResultMemory(whole, sharing, is_copied))
+            is_argument = storage in self._argument_storages
+            is_copied = is_argument or any(i in self._copied for i in sharing)
+            self.memories.append(ResultMemory(whole, sharing, is_copied, is_argument))
         number = self._memories[storage]
         if not self.memories[number].is_copied:
             self.addresses.append(tensor.data_ptr())

@@ -33,6 +33,7 @@ from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.compile import compile_module
 from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTModuleFallbackException
 from onnxtrain.execute.compiled import Compiled
+from onnxtrain.execute.cuda_recorder import Recorders
 from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.graph.values import ATEN
 from onnxtrain.log import LOG
@@ -148,6 +149,7 @@ class EntryPoint:
         is_part: whether the module is only part of the user's model, so that its first graph is one of several.
         is_piece: whether the module is a piece between graph breaks: the user was warned, so failures are only logged.
         twins: units of other modules that can be reused if the graph is the same, by their other dependencies.
+        recorders: records CUDA graphs of this module and of others of the user's model.
         instead_of_capture: called before a capture; returns another way to run the call, if there is a better one now.
     """
 
@@ -157,6 +159,7 @@ class EntryPoint:
     is_part: bool = False
     is_piece: bool = False
     twins: dict[Any, list[Compiled]] = field(default_factory=dict)
+    recorders: Recorders = field(default_factory=Recorders)
     instead_of_capture: Callable[[], Call | None] = _always_capture
 
 
@@ -344,7 +347,7 @@ class Engine:
         if twin is not None:
             compiled = twin.for_module(captured, rerun)
         else:
-            compiled = compile_module(module, captured, inputs, self._options, rerun)
+            compiled = compile_module(module, captured, inputs, self._options, rerun, self._entry_point.recorders)
             if not self._options.cuda_graphs:  # a recording reads the tensors of one module
                 twins.append(compiled)
         entry = _Entry(state, replace(compiled, run=taking_local_tensors(compiled.run, given)))

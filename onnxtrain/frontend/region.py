@@ -11,6 +11,7 @@ import torch
 
 from onnxtrain.capture.source_location import hide_own_frames
 from onnxtrain.execute.compiled import Compiled
+from onnxtrain.execute.cuda_recorder import Recorders
 from onnxtrain.frontend import zero3
 from onnxtrain.frontend.dynamo import pieces
 from onnxtrain.frontend.engine import Call, Engine, EntryPoint, set_up
@@ -35,7 +36,15 @@ def install_in(modules: Iterable[torch.nn.Module], options: Options, reason: str
 
 
 class Twins(dict[Any, list[Compiled]]):
-    """The compiled units of one model's blocks; blocks with the same graph share one. A copy starts empty."""
+    """The compiled units of one model's blocks; blocks with the same graph share one. A copy starts empty.
+
+    Attributes:
+        recorders: records the CUDA graphs of all blocks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorders = Recorders()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Twins, ()
@@ -69,6 +78,7 @@ class RegionForward:
             in_torch=self.in_torch,
             pieces=pieces(self.options),
             twins=self._twins,
+            recorders=self._twins.recorders,
             instead_of_capture=self.instead_of_capture,
         )
         self._engine = Engine(self.module, self.options, entry_point)

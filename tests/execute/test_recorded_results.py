@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -111,14 +111,17 @@ def test_calls_in_any_order(log: Recorders, seed: int) -> None:
     assert log.since()[1] > 10
 
 
-def calls_in_any_order(model: nn.Module, seed: int, device: str = "cpu", count: int = 60) -> list[torch.Tensor]:
+def calls_in_any_order(
+    model: nn.Module, seed: int, device: str = "cpu", count: int = 60, rows: Sequence[int] = (3,)
+) -> list[torch.Tensor]:
     """Forwards, backwards and evaluations in a random order; results and gradients are dropped or kept."""
     choice = random.Random(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pending: list[torch.Tensor] = []
     kept: list[torch.Tensor] = []
     for number in range(count):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(device)
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(choice.choice(rows), 4, generator=generator, dtype=torch.float64).to(device)
         action = choice.choice(["forward", "forward", "backward", "backward", "twice", "evaluate", "drop", "step"])
         if action == "forward" and len(pending) < 5:
             pending.append(model(x.requires_grad_()).square().mean())
@@ -184,8 +187,9 @@ def test_each_replay_has_a_version_counter() -> None:
 def test_calls_in_any_order_on_a_gpu(seed: int) -> None:
     eager = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)).cuda().double()
     model = ORTModule(copy.deepcopy(eager), rng="torch", cuda_graphs=True)
-    results = calls_in_any_order(model, seed, "cuda", count=200)
-    for got, expected in zip(results, calls_in_any_order(eager, seed, "cuda", count=200), strict=True):
+    rows = (3, 5, 64) if seed % 2 else (3,)
+    results = calls_in_any_order(model, seed, "cuda", 200, rows)
+    for got, expected in zip(results, calls_in_any_order(eager, seed, "cuda", 200, rows), strict=True):
         assert_no_worse_than_eager("result", got, expected, expected)
 
 
