@@ -232,5 +232,4 @@ class _Walk:
 
     def _sum(self, value: ir.Value, axes: Sequence[int], keepdims: int) -> ir.Value:
         over = self._op.constant(list(axes), ir.DataType.INT64)
-        result: ir.Value = self._op.ReduceSum(value, over, keepdims=keepdims)
-        return result
+        return self._op.ReduceSum(value, over, keepdims=keepdims)

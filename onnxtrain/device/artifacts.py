@@ -152,8 +152,7 @@ def _optimizer_graph(step: Block, training: Extended, choice: Choice, *, portabl
         )  # fmt: skip
     with empty_base() as base:
         step(tuple([_proto(name, tensors[name]) for name in names] for names in (trainable, frozen)))
-        built: ir.Model = ir.from_proto(base)
-        return built
+        return ir.from_proto(base)
 
 
 def _proto(name: str, tensor: ir.TensorProtocol) -> onnx.TensorProto:

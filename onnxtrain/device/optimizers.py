@@ -126,8 +126,7 @@ def _widened(op: Builder, x: ir.Value) -> ir.Value:
 def _sum_of_squares(op: Builder, x: ir.Value) -> ir.Value:
     """Compute it as a dot product: one pass, and more accurate than onnxruntime's ReduceSum over all axes."""
     row, column = (op.Reshape(x, op.constant(shape, ir.DataType.INT64)) for shape in ([1, -1], [-1, 1]))
-    result: ir.Value = op.Reshape(op.MatMul(row, column), op.constant([], ir.DataType.INT64))
-    return result
+    return op.Reshape(op.MatMul(row, column), op.constant([], ir.DataType.INT64))
 
 
 def _scalar(number: float) -> Any:
@@ -342,8 +341,7 @@ class AdamW(Optimizer):
                 "beta2": self._betas[1],
                 "decay_last": int(self._mode == "huggingface"),
             }
-            updated: Sequence[ir.Value] = op.own.AdamWStep(w, g, m, v, *scalars, **attributes)
-            return updated
+            return op.own.AdamWStep(w, g, m, v, *scalars, **attributes)
 
         return rule
 
@@ -402,8 +400,7 @@ class SGD(Optimizer):
             if self._weight_decay:
                 gradient = op.Add(gradient, mul_scalar(op, cast(op, weight, wide), self._weight_decay))
             if buffers:
-                updated: Sequence[ir.Value] = op.own.SGDStep(weight, gradient, *buffers, rate, momentum=self._momentum)
-                return updated
+                return op.own.SGDStep(weight, gradient, *buffers, rate, momentum=self._momentum)
             return [cast(op, op.Sub(cast(op, weight, wide), op.Mul(gradient, rate)), type_of(weight).dtype)]
 
         return rule

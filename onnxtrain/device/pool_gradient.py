@@ -193,5 +193,4 @@ def _padded(op: Builder, x: ir.Value, pads: list[int], reach: list[Size]) -> ir.
     padded_sizes = [sizes.add(s, p, padding) for s, p, padding in zip(spatial_sizes(x), pads, after, strict=True)]
     inputs = (x, op.sizes([*pads, *after]), op.scalar(-np.inf, like=x), int64_vector(op, range(2, 2 + len(pads))))
     padded_type = TensorType(dtype_of(x), (*sizes.dims_of(x)[:2], *padded_sizes))
-    result: ir.Value = op.node(ONNX, "Pad", inputs, {}, types=[padded_type]).outputs[0]
-    return result
+    return op.node(ONNX, "Pad", inputs, {}, types=[padded_type]).outputs[0]

@@ -51,8 +51,7 @@ def converted_graph(path: Path, kind: str, parameters: Sequence[str], trainable:
         [name for name in parameter_names if name not in trainable and name not in extended.buffers],
     )
     result = extended.training(choice) if kind == "training" else extended.evaluation(choice)
-    content: bytes = ir.to_proto(result).SerializeToString()
-    return content
+    return ir.to_proto(result).SerializeToString()
 
 
 def converted_optimizer(path: Path, parameters: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> bytes | None:
@@ -77,8 +76,7 @@ def converted_optimizer(path: Path, parameters: Mapping[str, tuple[np.dtype[Any]
     clip = ClipGradNorm(_attribute(nodes[_CLIP], "max_norm", 1.0)) if _CLIP in nodes else None
     kinds = [(each, TensorType(ir.DataType.from_numpy(d), shape)) for each, (d, shape) in parameters.items()]
     result = _OPTIMIZERS[name](nodes[name], clip).model(kinds)
-    content: bytes = ir.to_proto(result).SerializeToString()
-    return content
+    return ir.to_proto(result).SerializeToString()
 
 
 def _read(path: Path) -> ir.Model | None:

@@ -151,8 +151,7 @@ def _factor_name(scale: ir.Value) -> str:
 
 def _real(rounding: Rounding, integers: npt.NDArray[Any], scale: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     levels = integers.astype(np.int64) - rounding.broadcast(rounding.zero_point)
-    real: npt.NDArray[np.float32] = levels.astype(np.float32) * rounding.broadcast(scale)
-    return real
+    return levels.astype(np.float32) * rounding.broadcast(scale)
 
 
 class _Writer:
@@ -360,8 +359,7 @@ class _Integers:
                 raise ArtifactError("A bias does not fit into 32 bits.", str(rounding.source.name), todo=todo)
         else:
             levels = np.clip(np.round(value / scale) + zero, low, high)
-        integers: npt.NDArray[Any] = levels.astype(rounding.dtype.numpy())
-        return integers
+        return levels.astype(rounding.dtype.numpy())
 
     def _set(self, initializer: ir.Value, values: Any, dtype: ir.DataType | None = None) -> None:
         initializer.const_value = ir.tensor(values, dtype=dtype, name=initializer.name)

@@ -44,8 +44,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     except ImportError as error:
         todo = "pip install ml_dtypes"
         raise TrainingError("numpy lacks this dtype.", expected="the package ml_dtypes", got=name, todo=todo) from error
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-    return dtype
+    return np.dtype(getattr(ml_dtypes, name))
 
 
 def numpy_name(onnx_type: str) -> str:
@@ -100,8 +99,7 @@ def to_numpy(value: OrtValue) -> Array:
     """Convert an OrtValue to an array. On the CPU it may share the value's memory; otherwise it is a copy."""
     name = _BEYOND_NUMPY_NAMES.get(value.element_type())
     if name is None:
-        array: Array = value.numpy()
-        return array
+        return value.numpy()
     dtype = dtype_named(name)
     if value.device_name() != "cpu":
         source, value = value, OrtValue.ortvalue_from_shape_and_type(value.shape(), value.element_type())

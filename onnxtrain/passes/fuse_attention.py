@@ -90,12 +90,12 @@ def _attention(op: Builder, attention: AttentionMatch) -> ir.Value:
         operands = [q, k, v, bias, mask, fill]
         while operands[-1] is None:
             operands.pop()
-        return op.own.ScaledDotProductAttention(*operands, **attributes)[0]  # type: ignore[no-any-return]
+        return op.own.ScaledDotProductAttention(*operands, **attributes)[0]
     _, ratio, training = attention.dropout.inputs
     outputs = op.own.ScaledDotProductAttentionDropout(q, k, v, bias, mask, fill, ratio, training, **attributes)
     node = outputs[0].producer()
     node.metadata_props.update((key, attention.dropout.metadata_props.get(key, "")) for key in ("rng", "draws"))
-    return outputs[0]  # type: ignore[no-any-return]
+    return outputs[0]
 
 
 def _by_heads(op: Builder, operand: Operand, leading: Sizes) -> ir.Value:

@@ -146,7 +146,7 @@ def _rms_norm(ops: Builder, matched: Match, old: ir.Value) -> ir.Value | None:
     if x is None or sizes.dims_of(x) != sizes.dims_of(old) or not _is_parameter(w, x):
         return None
     epsilon = matched.numbers["epsilon"]
-    return ops.ms.SimplifiedLayerNormalization(x, w, axis=rank_of(x) - 1, epsilon=epsilon)[0]  # type: ignore[no-any-return]
+    return ops.ms.SimplifiedLayerNormalization(x, w, axis=rank_of(x) - 1, epsilon=epsilon)[0]
 
 
 # Activations
@@ -195,7 +195,7 @@ def _quick_gelu(ops: Builder, matched: Match, old: ir.Value) -> ir.Value | None:
     x, alpha = matched.values["x"], matched.numbers.get("alpha", 1.0)
     if _is_half(x) or (dtype_of(old) == ir.DataType.DOUBLE and not is_exact_attribute(alpha)):
         return None
-    return ops.ms.QuickGelu(x, alpha=float(alpha))  # type: ignore[no-any-return]
+    return ops.ms.QuickGelu(x, alpha=float(alpha))
 
 
 # Rotary embeddings
@@ -248,4 +248,4 @@ def _rotary(ops: Builder, matched: Match, old: ir.Value) -> ir.Value | None:
         return None
     if {dtype_of(t) for t in (x, cos, sin)} != {dtype_of(old)}:
         return None
-    return ops.own.RotaryEmbedding(x, cos, sin)  # type: ignore[no-any-return]
+    return ops.own.RotaryEmbedding(x, cos, sin)

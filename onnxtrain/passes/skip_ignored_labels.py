@@ -149,12 +149,10 @@ class TokenRows(Selection):
         self.count = sizes.dims_of(self.rows)[0]
 
     def along(self, op: Builder, value: ir.Value, axis: int) -> ir.Value:
-        result: ir.Value = op.ms.ShrunkenGather(value, self.rows, axis=axis)
-        return result
+        return op.ms.ShrunkenGather(value, self.rows, axis=axis)
 
     def over(self, op: Builder, value: ir.Value) -> ir.Value:
-        result: ir.Value = op.ms.FlattenAndUnpad(value, self.rows)[0]
-        return result
+        return op.ms.FlattenAndUnpad(value, self.rows)[0]
 
 
 def _skip(op: Builder, n: NodeView, changes: Changes) -> None:

@@ -26,8 +26,7 @@ class _Completed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pending: Any) -> torch.Tensor:
-        result: torch.Tensor = pending.wait()
-        return result
+        return pending.wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
@@ -38,8 +37,7 @@ def completed(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for a tensor that an asynchronous collective returned; return any other as it is."""
     if type(tensor).__name__ != "AsyncCollectiveTensor":
         return tensor
-    result: torch.Tensor = _Completed.apply(tensor)  # type: ignore[no-untyped-call]
-    return result
+    return _Completed.apply(tensor)  # type: ignore[no-untyped-call]
 
 
 def _find_is_loss_parallel() -> Callable[[], bool]:

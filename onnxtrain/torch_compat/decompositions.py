@@ -87,8 +87,7 @@ def without_effect_tokens(program: ExportedProgram) -> ExportedProgram:
     modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     if _WITH_EFFECTS is None or not any(node.target is _WITH_EFFECTS for m in modules for node in m.graph.nodes):
         return program
-    cleaned: ExportedProgram = _REMOVE_EFFECT_TOKENS(program)
-    return cleaned
+    return _REMOVE_EFFECT_TOKENS(program)
 
 
 # Python kernels

@@ -42,8 +42,7 @@ def untraced(function: _F) -> _F:
 
 
 def _patch_of_suppressed_errors() -> AbstractContextManager[Any]:
-    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(suppress_errors=True)
-    return patch
+    return torch._dynamo.config.patch(suppress_errors=True)
 
 
 SUPPRESSED_ERRORS = Internal[Callable[[], AbstractContextManager[Any]]](

@@ -87,8 +87,7 @@ def _takes_list(artifact: Any) -> Callable[[list[Any]], Any]:
     function = artifact._compiled_fn
     if function.__code__.co_freevars != ("compiled_fn",):
         raise AttributeError("the artifact calls no function named compiled_fn")
-    compiled: Callable[[list[Any]], Any] = function.__closure__[0].cell_contents
-    return compiled
+    return function.__closure__[0].cell_contents
 
 
 _TAKES_LIST = Internal[Callable[[Any], Callable[[list[Any]], Any]]](

@@ -14,14 +14,12 @@ from onnxtrain.torch_compat.internal import Internal, missing, required
 
 
 def _storage_identity(tensor: torch.Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return tensor.untyped_storage()._cdata
 
 
 def _weak_identity(tensor: torch.Tensor) -> int:
     """Return the identity of the storage by way of a weak reference, which fake tensors have as well."""
-    identity: int = StorageWeakRef(tensor.untyped_storage()).cdata
-    return identity
+    return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 def _distinguishes_storages(storage_id: Callable[[torch.Tensor], int]) -> bool:
@@ -121,8 +119,7 @@ use_count = Internal[Callable[[torch.Tensor], int]](
 
 
 def _storage_use_count(storage: torch.UntypedStorage) -> int:
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def _counts_sharers(use_count: Callable[[torch.UntypedStorage], int]) -> bool:

@@ -17,8 +17,7 @@ from onnxtrain.torch_compat.internal import Internal, can_be_entered, required
 
 
 def _uncached() -> AbstractContextManager[Any]:
-    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    return patch
+    return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
 
 
 fake_tensor_cache_disabled = Internal[Callable[[], AbstractContextManager[Any]]](
@@ -91,8 +90,7 @@ def module_of_user(module: torch.nn.Module) -> torch.nn.Module:
     if not issubclass(kind, _ModuleUnderName):
         return module
     try:
-        base: torch.nn.Module = kind.get_base(module)
-        return base
+        return kind.get_base(module)
     except KeyError:  # PyTorch is still making the object
         return module
 

@@ -197,8 +197,7 @@ def _biased_variance(op: Builder, x: ir.Value, mean: ir.Value, running: ir.Value
     centred = op.Sub(x, reshaped(op, mean, [1, sizes.dims_of(x)[1], *[1] * (rank - 2)]))
     variance = mean_over(op, op.Mul(centred, centred), [axis for axis in range(rank) if axis != 1])
     moved = mul_scalar(op, reshaped(op, variance, [sizes.dims_of(x)[1]]), 1 - momentum)
-    result: ir.Value = op.Add(mul_scalar(op, running, momentum), moved)
-    return result
+    return op.Add(mul_scalar(op, running, momentum), moved)
 
 
 def _recurrent(cell: Cell) -> Converter:
@@ -208,8 +207,7 @@ def _recurrent(cell: Cell) -> Converter:
         attributes = {name: attribute.value for name, attribute in s.node.attributes.items()}
         trained = s.training and unsupported_feature(cell, attributes, peepholes=s.input(7) is not None) is None
         domain, name = (MICROSOFT, f"{cell.name}Training") if trained else (ONNX, cell.name)
-        outputs: Results = s.op.node(domain, name, s.inputs, attributes).outputs
-        return outputs
+        return s.op.node(domain, name, s.inputs, attributes).outputs
 
     return convert
 
@@ -255,8 +253,7 @@ def _windows(s: Source, kernel: Sequence[Size]) -> _Windows:
 
 def _padded(s: Source, x: ir.Value, windows: _Windows, fill: float) -> ir.Value:
     pads = s.op.sizes([*windows.before, *windows.after])
-    result: ir.Value = s.op.Pad(x, pads, s.op.scalar(fill, like=x), int64_vector(s.op, range(2, rank_of(x))))
-    return result
+    return s.op.Pad(x, pads, s.op.scalar(fill, like=x), int64_vector(s.op, range(2, rank_of(x))))
 
 
 @_converts("Conv")
@@ -296,7 +293,7 @@ def _max_pool(s: Source) -> Results:
             raise s.refuse("returns indices of an asymmetrically padded input", "pad equally at both ends")
         x = _padded(s, x, windows, -np.inf)
     attributes = {"kernel_shape": windows.kernel, "ceil_mode": s.attribute("ceil_mode", 0)}
-    return s.op.MaxPool(x, **attributes, **windows.attributes(padded=padded))  # type: ignore[no-any-return]  # two outputs
+    return s.op.MaxPool(x, **attributes, **windows.attributes(padded=padded))  # two outputs
 
 
 @_converts("AveragePool")
