@@ -24,7 +24,7 @@ from onnxtrain.capture.export.patches import CAPTURE_LOCK, is_capturing
 from onnxtrain.capture.guards.size_decisions import Example
 from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key.fast_path import FastPath, Missed, compile_fast_path
-from onnxtrain.capture.key.key import ModuleState, environment, tensor_facts
+from onnxtrain.capture.key.key import ModuleState, call_difference, environment, tensor_facts
 from onnxtrain.capture.key.recaptures import ChangingNumberError, ChangingStateError, Recaptures
 from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_tensorless_call
 from onnxtrain.capture.sharded.parameters import local_tensors, taking_local_tensors
@@ -372,7 +372,10 @@ class Engine:
         if not self._entries:
             LOG.info("%s: first capture", name)
             return ""
-        reason = "the call has a new structure, new types or a new environment"
+        reason = "its inputs have other sizes or values"
+        if key not in self._entries:
+            alike = max(reversed(self._entries), key=lambda old: (old[0] == key[0], old[1] == key[1]))
+            reason = call_difference(alike, key)
         for entry in self._entries.get(key, ()):
             changed = entry.state.difference(self._module)
             if changed:

@@ -41,7 +41,6 @@ from onnxtrain.ops.registry import define
 from onnxtrain.system.machine import Machine
 
 ShapeRule = Callable[[NodeView], Sequence[TensorType]]
-_NO_NAMES: frozenset[str] = frozenset()
 
 
 def always(node: NodeView) -> bool:
@@ -138,7 +137,6 @@ def define_binary(
     domain: str = ONNX,
     body: Any = STANDARD,
     shapes: ShapeRule = _broadcast_type,
-    nondiff_inputs: frozenset[str] = _NO_NAMES,
     host_eval: Callable[..., Any] | None = None,
     attributes: Mapping[str, Any] | None = None,
     accepts_scalars: bool = False,
@@ -164,7 +162,6 @@ def define_binary(
         shapes=shapes,
         body=body,
         gradient=(Gradient(gradient, reads),) if gradient else NOT_DIFFERENTIABLE,
-        nondiff_inputs=nondiff_inputs,
         kernels=(Kernel(lower=lower, accepts_scalars=accepts_scalars, in_place_input=in_place_input),),
         axes=lambda n: "..., ... -> ...",
         host_eval=_on_host(host_eval) if host_eval else None,

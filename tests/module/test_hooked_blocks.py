@@ -221,7 +221,10 @@ def test_warnings_name_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxtrain.frontend.engine._NOTABLE_S", 0.0)
     model = ORTModule(nn.Linear(WIDTH, 2))
     model(X)
-    with pytest.warns(UserWarning, match=r"Linear \(rank 1 of 2\) was captured again.*new structure.*collective"):
+    with pytest.warns(
+        UserWarning,
+        match=r"Linear \(rank 1 of 2\) was captured again.*dtype: .*float64.*collective",
+    ):
         model.double()(X.double())
     with pytest.warns(UserWarning, match=r"Linear \(rank 1 of 2\) runs in PyTorch, not as an ONNX graph"):
         model(X.double().to_sparse())

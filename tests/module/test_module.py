@@ -901,3 +901,23 @@ def test_a_capture_does_not_affect_other_threads() -> None:
         stop.set()
         thread.join()
     assert not errors
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor, factor: int = 1) -> torch.Tensor:
+        return super().forward(x) * factor
+
+
+def test_the_log_says_why_a_module_is_captured_again(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = ORTModule(Scaled(3, 3)), torch.randn(2, 3)
+    calls = {
+        "args[1]: 1 → 2": lambda: model(x, 2),
+        "args_0: number of dimensions: 2 → 3": lambda: model(x[None], 1),
+        "grad mode: True → False": lambda: torch.no_grad()(model)(x, 1),
+    }
+    model(x, 1)
+    with caplog.at_level("INFO", logger="onnxtrain"):
+        for reason, call in calls.items():
+            caplog.clear()
+            call()
+            assert f"Scaled: captured again: {reason}" in caplog.text

@@ -31,6 +31,7 @@ from onnxtrain.torch_compat.modes import (
 __all__ = [
     "ModuleState",
     "attribute_reads",
+    "call_difference",
     "environment",
     "environment_difference",
     "tensor_difference",
@@ -124,6 +125,15 @@ def tensor_difference(old: Sequence[Hashable], new: Sequence[Hashable]) -> str:
         if before != after:
             return f"{name}: {_spell(before)} → {_spell(after)}"
     return ""
+
+
+def call_difference(old: Any, new: Any) -> str:
+    """Describe how the key of a call (structure, environment, facts of each tensor) differs from an earlier one's."""
+    (structure, environment, *facts), (new_structure, new_environment, *new_facts) = old, new
+    by_tensor = zip(new_structure.names, facts, new_facts, strict=False)
+    of_tensors = (f"{name}: {text}" for name, *both in by_tensor if (text := tensor_difference(*both)))
+    of_call = structure.difference(new_structure) or environment_difference(environment, new_environment)
+    return of_call or next(of_tensors, "")
 
 
 def _spell(fact: Hashable) -> str:

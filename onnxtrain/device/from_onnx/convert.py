@@ -71,7 +71,6 @@ class _Walk:
         self._producer = producer
         self._values: dict[ir.Value, ir.Value] = {}
         self._symbols: dict[str, str] = {}
-        self._unnamed = 0
 
     def inputs(self, graph: ir.Graph, parameters: Collection[str]) -> None:
         """Declare inputs, parameters and constants."""

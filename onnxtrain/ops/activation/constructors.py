@@ -87,7 +87,6 @@ def define_activation(
     *,
     domain: str = ONNX,
     grad_domain: str = OWN,
-    grad_name: str | None = None,
     saved: str = "x",
     attributes: Mapping[str, Any] | None = None,
     flops: int = 4,
@@ -96,7 +95,7 @@ def define_activation(
     grad_in_place: bool = False,
 ) -> tuple[OpDef, OpDef]:
     """Define y = f(x), and dx as `define_activation_grad` does. `preferred_kernels` holds a kernel of each."""
-    grad_name, defaults = grad_name or f"{name}Grad", attributes or {}
+    grad_name, defaults = f"{name}Grad", attributes or {}
 
     def gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
         values = {key: getattr(n, key) for key in defaults}

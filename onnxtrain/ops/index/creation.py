@@ -118,9 +118,9 @@ def _fill_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
 # Range(start, limit, delta): start, start + delta, …, excluding limit
 
 
-def integer_range(op: Builder, start: Size, limit: Size, delta: Size = 1) -> ir.Value:
-    """Return the integers from `start`, in steps of `delta`, excluding `limit`, as an int64 vector."""
-    return op.Range(op.size(start), op.size(limit), op.size(delta))
+def _integers(op: Builder, count: Size) -> ir.Value:
+    """Return the integers from 0 on as an int64 vector."""
+    return op.Range(op.size(0), op.size(count), op.size(1))
 
 
 def _range_type(n: NodeView) -> Sequence[TensorType]:
@@ -188,8 +188,8 @@ def _capture_linspace(op: Builder, start: Any, end: Any, steps: Any, **options: 
 
 def _capture_eye(op: Builder, *arguments: Any, **options: Any) -> ir.Value:
     dtype, (rows, columns) = op.out[0]
-    row = unsqueezed(op, integer_range(op, 0, rows), 1)
-    column = unsqueezed(op, integer_range(op, 0, columns), 0)
+    row = unsqueezed(op, _integers(op, rows), 1)
+    column = unsqueezed(op, _integers(op, columns), 0)
     return cast(op, op.Equal(row, column), dtype)
 
 
