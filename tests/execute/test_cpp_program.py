@@ -4,6 +4,7 @@ import copy
 import ctypes
 import gc
 import importlib
+import itertools
 import pathlib
 import re
 import time
@@ -330,6 +331,41 @@ def test_the_slower_of_the_two_is_dropped(calls: list[cpp_program.CppProgram], m
     module = ORTModule(mlp(nn.ReLU()))
     settle(module, torch.randn(5, 6), calls, 2)
     assert all(call._program.run is call._ordinary for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "ordinary", "num_calls", "winner"),
+    [
+        ([9, 1], [9, 2], 11, "compiled"),  # the first calls are slow
+        ([9, 2], [9, 1], 12, "ordinary"),
+        ([1, 2, 1, 2], [2, 1, 1, 2], 40, "ordinary"),
+    ],
+)
+def test_a_clear_difference_ends_the_trial_early(
+    compiled: list[int], ordinary: list[int], num_calls: int, winner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0
+    monkeypatch.setattr(cpp_program.time, "perf_counter", lambda: clock)
+
+    def taking(seconds: list[int]) -> Any:
+        times = itertools.chain(seconds, itertools.cycle(seconds[-2:] if len(seconds) > 2 else seconds[-1:]))
+
+        def run(tensors: Iterable[torch.Tensor], sizes_in: Sequence[int]) -> Any:
+            nonlocal clock
+            clock += next(times)
+            return (), ()
+
+        return run
+
+    runs = {"compiled": taking(compiled), "ordinary": taking(ordinary)}
+    program: Any = types.SimpleNamespace(run=runs["ordinary"], filename="a program")
+    trial = cpp_program.CppProgram(program)
+    trial.call = runs["compiled"]
+    calls = 0
+    while not trial.settled:
+        trial._timing([], ())
+        calls += 1
+    assert (calls, program.run) == (num_calls, runs[winner])
 
 
 def test_large_tensors_are_not_counted(calls: list[cpp_program.CppProgram]) -> None:

@@ -31,7 +31,8 @@ from onnxtrain.ops.interfaces.cpp import UnsupportedError
 from onnxtrain.plan.cut import Part
 
 _CALLS = 8  # with the same shapes, before compiling pays off
-_TRIALS = 20  # timed calls of each of the two
+_TRIALS = 20  # timed calls of each of the two at most
+_CLEAR = 5  # enough, if all of the one take less than all of the other: else equal programs do in 1 of 126 trials
 _MOST_NODES = 256  # of a small program
 
 Shapes = Sequence[tuple[int, ...]]
@@ -134,7 +135,7 @@ class CppProgram:
         start = time.perf_counter()
         result = run(tensors, sizes_in)
         times.append(time.perf_counter() - start)
-        if len(ordinary) >= _TRIALS:
+        if len(ordinary) >= _TRIALS or _is_clear(call, ordinary):
             self._program.run = self.call if _is_faster(call, ordinary) else self._ordinary
             self.settled = True
             LOG.debug(
@@ -144,6 +145,14 @@ class CppProgram:
                 min(ordinary) * 1e6,
             )
         return result
+
+
+def _is_clear(call: Sequence[float], ordinary: Sequence[float]) -> bool:
+    """Return whether the latest timings of the two leave no doubt: the first call of a function is slow."""
+    if min(len(call), len(ordinary)) < _CLEAR:
+        return False
+    call, ordinary = call[-_CLEAR:], ordinary[-_CLEAR:]
+    return max(call) < min(ordinary) or max(ordinary) < min(call)
 
 
 def _is_faster(call: Sequence[float], ordinary: Sequence[float]) -> bool:
