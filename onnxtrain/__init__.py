@@ -12,6 +12,7 @@ from onnxtrain import errors
 from onnxtrain.errors import OnnxTrainError
 
 if TYPE_CHECKING:
+    from onnxtrain.execute.host_batch import to_device
     from onnxtrain.frontend.ort_module import ORTModule
     from onnxtrain.frontend.prepare import prepare, report_of, unprepare
     from onnxtrain.frontend.verification import verify
@@ -30,6 +31,7 @@ __all__ = [
     "errors",
     "prepare",
     "report_of",
+    "to_device",
     "unprepare",
     "verify",
 ]
@@ -42,6 +44,7 @@ _HOME = {
     "Options": "onnxtrain.options",
     "prepare": "onnxtrain.frontend.prepare",
     "report_of": "onnxtrain.frontend.prepare",
+    "to_device": "onnxtrain.execute.host_batch",
     "unprepare": "onnxtrain.frontend.prepare",
     "verify": "onnxtrain.frontend.verification",
 }

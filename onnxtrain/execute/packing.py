@@ -8,8 +8,9 @@ that attention shows to them. The packed program is equivalent if
 * no row that is read is fully masked, unless its attention output is 0,
 * padding is on the right only where a table of biases is added to scores: the kept tokens' positions stay the same.
 
-The check runs on the host. On a GPU its integers and booleans are copied over at once, and the step waits for nothing
-else: the host knows the number of rows before it launches any kernel of the step or replays a recording.
+The check runs on the host. It waits for nothing if the batch was copied to the GPU by `to_device`. Else its integers
+and booleans are copied over at once, and the step waits for nothing else: the host knows the number of rows before it
+launches any kernel of the step or replays a recording.
 
 If programs are recorded (`cuda_graphs`), the number of rows is rounded up, to need few recordings. Dead rows of the
 batch fill them up; their gradients are 0.
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from onnxtrain.execute.host_batch import host_values, staged
 from onnxtrain.execute.program import Program
 from onnxtrain.ops.reshape.rows import permutation_to_front
 from onnxtrain.passes.attention_masks import Mask
@@ -58,8 +60,7 @@ class KeptTokens(NamedTuple):
 
     def to(self, device: torch.device) -> KeptTokens:
         """Copy the tensors to a device."""
-        # Non-blocking is safe: CUDA has read pageable memory when the call returns.
-        rows, cu, *filled = (t.to(device, non_blocking=True) for t in self.tensors())
+        rows, cu, *filled = (staged(t, device).to(device, non_blocking=True) for t in self.tensors())
         return KeptTokens(rows, cu, self.causal, *filled)
 
 
@@ -184,13 +185,14 @@ def _flat_indices(selected: Tensor) -> Tensor:
 
 
 def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors to the CPU in one transfer; those on the CPU are returned themselves.
+    """Copy tensors to the CPU in one transfer, apart from those that the host knows; those on the CPU are returned.
 
     Floating tensors are not copied: the check reads only their shapes, so they become expanded zeros.
     """
-    on_device = [t for t in tensors if t.device.type != "cpu" and not t.is_floating_point()]
+    integers = [t for t in tensors if t.device.type != "cpu" and not t.is_floating_point()]
+    copies = {id(t): values for t in integers if (values := host_values(t)) is not None}
+    on_device = [t for t in integers if id(t) not in copies]
     on_device.sort(key=lambda t: -t.itemsize)  # each then starts at a multiple of its element size
-    copies: dict[int, Tensor] = {}
     if on_device:
         flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in on_device]).cpu()
         for t, part in zip(on_device, flat.split([t.numel() * t.itemsize for t in on_device]), strict=True):

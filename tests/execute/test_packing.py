@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from onnxtrain import ORTModule
-from onnxtrain.execute import packed_variants, packing
+from onnxtrain import ORTModule, to_device
+from onnxtrain.execute import host_batch, packed_variants, packing
+from onnxtrain.execute.host_batch import host_values
 from onnxtrain.execute.packing import KeptTokens, PackingCheck, copied_to_host
 from onnxtrain.passes.pack_tokens import PackingPlan, plan_packing
 from tests.passes.less_work import WORDS
@@ -92,6 +93,61 @@ def test_a_batch_is_checked_with_one_copy(head: str, waits: list[str], monkeypat
     assert waits == ["cpu"]
 
 
+def test_a_batch_that_the_host_knows_is_not_copied_back(waits: list[str]) -> None:
+    words = torch.arange(6).view(2, 3)
+    batch = to_device({"words": words, "more": [torch.ones(2), (words > 2, "text")]}, "meta")
+    assert [batch["words"].device.type, batch["more"][1][1]] == ["meta", "text"]
+    expected = words.clone()
+    words.zero_()
+    assert torch.equal(host_values(batch["words"]), expected)
+    assert torch.equal(host_values(batch["more"][1][0]), expected > 2)
+    assert host_values(batch["more"][0]) is None  # floating-point values decide nothing
+    known, other = (t.as_subclass(DeviceTensor) for t in (expected.clone(), expected.clone()))
+    host_batch._known[known] = host_batch._HostValues(expected, known._version)
+    assert copied_to_host([known])[0] is expected
+    assert waits == []
+    assert torch.equal(copied_to_host([known, other])[1], expected)
+    assert waits == ["cpu"]
+
+
+def test_the_host_does_not_know_what_was_changed_on_the_device() -> None:
+    batch = to_device(torch.arange(6), "meta")
+    view = batch.view(2, 3)
+    assert host_values(view) is None
+    assert host_values(batch) is not None
+    view.add_(1)
+    assert host_values(batch) is None
+    assert to_device(torch.arange(3), "cpu").device.type == "cpu"
+    with torch.inference_mode():  # without versions, a change would not be noticed
+        assert host_values(to_device(torch.arange(6), "meta")) is None
+
+
+def test_host_values_are_dropped_with_the_batch() -> None:
+    count = len(host_batch._known)
+    batch = to_device(torch.arange(6), "meta")
+    assert len(host_batch._known) == count + 1
+    del batch
+    assert len(host_batch._known) == count
+
+
+def test_copies_to_a_gpu_are_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pageable memory, CUDA waits for earlier work if they are large."""
+    pinned = []
+    empty_like = torch.empty_like
+
+    def counted(tensor: torch.Tensor, pin_memory: bool = False) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty_like(tensor)
+
+    monkeypatch.setattr(torch, "empty_like", counted)
+    original = torch.arange(3)
+    copy = host_batch.staged(original, torch.device("cuda"))
+    host_batch.staged(original, torch.device("meta"))
+    assert pinned == [True, False]
+    assert copy is not original
+    assert torch.equal(copy, original)
+
+
 class OnGpu(nn.Module):
     """Attention with heads of 8 elements, which flash attention supports."""
 
@@ -103,6 +159,21 @@ class OnGpu(nn.Module):
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.layer(self.words(words), src_key_padding_mask=words == 0)
         return self.score(x.masked_fill((words == 0)[..., None], 0.0).sum(1)).square().mean()
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_wait_for_the_gpu_if_the_host_knows_the_batch() -> None:
+    torch.manual_seed(0)
+    words = torch.randint(1, WORDS, (3, 6)) * torch.tensor(FORMS["right"])
+    wrapped = ORTModule(OnGpu().cuda().bfloat16(), skip_padding="always")
+    wrapped(words.cuda()).backward()  # compiles
+    batch = to_device(words, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wrapped(batch).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
