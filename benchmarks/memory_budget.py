@@ -14,8 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +35,6 @@ from onnxtrain.observe.allocations import peak_bytes, record
 Step = Callable[[], object]
 _WARM_UP = 6  # steps, in which kernels are chosen
 _SHARES = (0.85, 0.7, 0.5)  # of the memory of a step that keeps all activations
-DOCS = Path(__file__).parent.parent / "docs" / "how-to"
 
 
 def _minilm() -> tuple[Any, dict[str, torch.Tensor]]:
@@ -194,51 +191,6 @@ def table(results: Sequence[Measured]) -> str:
     return "\n".join(["| | time / eager | time / onnxtrain | peak / eager | MiB |", f"|{'---|' * 5}", *rows])
 
 
-# The chart: memory to the right, time upwards, both relative to eager; a line joins onnxtrain's budgets.
-
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 56, 24, 34, 48
-
-
-def chart(name: str, results: Sequence[Measured]) -> str:
-    """Draw an SVG without scripts, for light and dark pages."""
-    most = 1.05 * max(r.time for r in results)
-    across = lambda peak: _LEFT + peak / 1.05 * (_WIDTH - _LEFT - _RIGHT)
-    down = lambda time: _HEIGHT - _BOTTOM - time / most * (_HEIGHT - _TOP - _BOTTOM)
-    base, parts = _HEIGHT - _BOTTOM, [_STYLE]
-    parts.append(f'<text class="note" x="{_LEFT}" y="18">{name}: time of a step, eager = 1</text>')
-    parts.append(f'<text class="note" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 8}" text-anchor="end">peak, eager = 1</text>')
-    for tenth in range(0, 11, 2):
-        x = across(tenth / 10)
-        parts.append(f'<line class="grid" x1="{x:.0f}" x2="{x:.0f}" y1="{_TOP}" y2="{base}"/>')
-        parts.append(f'<text class="note" x="{x:.0f}" y="{base + 16}" text-anchor="middle">{tenth / 10:.1f}</text>')
-    for fifth in range(int(most * 5) + 1):
-        y = down(fifth / 5)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.0f}" y2="{y:.0f}"/>')
-        parts.append(f'<text class="note" x="{_LEFT - 8}" y="{y + 4:.0f}" text-anchor="end">{fifth / 5:.1f}</text>')
-    own = sorted((r for r in results if r.title.startswith("onnxtrain")), key=lambda r: r.peak)
-    line = " ".join(f"{across(r.peak):.0f},{down(r.time):.0f}" for r in own)
-    parts.append(f'<polyline class="line" points="{line}"/>')
-    for r in results:
-        x, y, ours = across(r.peak), down(r.time), r in own
-        label = r.title.removeprefix("onnxtrain, ")
-        parts.append(f'<circle class="{"ours" if ours else "other"}" cx="{x:.0f}" cy="{y:.0f}" r="4.5"/>')
-        # The points of onnxtrain are close together: each label has its own line below its point.
-        below, anchor = (20 + 15 * own.index(r) if ours else -10), ("end" if r.peak > 0.7 else "middle")
-        anchor, x = ("start", x - 4) if ours else (anchor, x)
-        parts.append(f'<text x="{x:.0f}" y="{y + below:.0f}" text-anchor="{anchor}">{escape(label)}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
-    label = f"Time of a step of {name} against its peak memory, relative to eager PyTorch"
-    return "\n".join([f'{head} aria-label="{label}">', *parts, "</svg>", ""])
-
-
-_STYLE = """<style>
-text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: #1c1c1a }
-.note { fill: #62625c } .grid { stroke: #62625c; opacity: .18 }
-.line { fill: none; stroke: #d9541e; stroke-width: 2 } .ours { fill: #d9541e } .other { fill: #2a6fc9 }
-@media (prefers-color-scheme: dark) { text { fill: #ecebe6 } .note { fill: #a5a49c } .grid { stroke: #a5a49c } }
-</style>"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_budget", description=__doc__)
     parser.add_argument("model", choices=MODELS)
@@ -246,13 +198,8 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="also measure torch.compile, which takes minutes to compile"
     )
-    parser.add_argument("--write", action="store_true", help="draw the chart docs/how-to/memory-MODEL.svg")
     options = parser.parse_args()
-    results = measure(Variants(options.model, options.compile), options.rounds)
-    print(table(results))
-    if options.write:
-        file = DOCS / f"memory-{options.model}.svg"
-        file.write_text(chart(options.model, results), encoding="utf-8")
+    print(table(measure(Variants(options.model, options.compile), options.rounds)))
 
 
 if __name__ == "__main__":
