@@ -41,6 +41,7 @@ from torch.utils import _pytree as pytree
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.ops.captures import FunctionModule
 
 # The database seeds random operators inside their call, which a graph does not; here each run is seeded before it.
 database.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
@@ -87,17 +88,6 @@ class Outcome:
 
 class Rejected(Exception):  # noqa: N818  # not an error of onnxtrain
     """Eager PyTorch rejects the sample."""
-
-
-class SampleModule(torch.nn.Module):
-    """Wrap a sample as a module: its tensors are inputs, everything else is part of the function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        return self.function(*tensors)
 
 
 def full_name(op: OpInfo) -> str:
@@ -298,7 +288,7 @@ def form_of(module: ORTModule) -> tuple[Form, list[str]]:
 
 def check_sample(call: Callable[..., Any], tensors: Sequence[torch.Tensor], outcome: Outcome) -> None:
     """Capture one sample, compare it, and update `outcome`."""
-    eager = SampleModule(call)
+    eager = FunctionModule(call)  # its tensors are inputs, everything else is part of the function
     ours = ORTModule(copy.copy(eager), rng="torch", fallback_policy="FALLBACK_DISABLE")
     compare(ours, eager, tensors)
     outcome.samples += 1

@@ -21,13 +21,11 @@ from onnxtrain.ops.attention import compiled_kernels, flash
 from onnxtrain.ops.attention.kernel_arguments import DropoutOptions, PackedSequences, ScoreOptions
 from onnxtrain.ops.attention.masks import causal_mask, is_causal_mask
 from onnxtrain.ops.loss import cross_entropy_saving_logits as cross_entropy
-from onnxtrain.ops.native_kernels import NOTE
 from onnxtrain.ops.norm import rms_norm_kernels
 from onnxtrain.ops.random import keyed_bits, relu_dropout
 from onnxtrain.ops.recurrent import compiled_lstm, layer_kernels
 from onnxtrain.ops.recurrent.cells import LSTM
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests import op_case
 from tests.machines import Describe
 from tests.op_case import CaseCheck, OpCase
 from tests.ops import (
@@ -39,7 +37,7 @@ from tests.ops import (
     cases_norm,
 )
 from tests.ops.captures import FunctionModule
-from tests.ops.compiled_candidates import compiled_for, on_other_processors
+from tests.ops.compiled_candidates import compiled_for, let_cases_compile, on_other_processors
 from tests.reference import assert_matches
 
 pytestmark = pytest.mark.compiler
@@ -80,19 +78,11 @@ def counting(library: Library, calls: Counter[str]) -> SimpleNamespace:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Counter[str]:
     """Run compiled kernels in the graphs of cases; count their calls."""
-    original = op_case.case_graph
-
-    def noted(case: OpCase, dtype: torch.dtype) -> Any:
-        model = original(case, dtype)
-        for node in model.graph:
-            node.metadata_props[NOTE] = "on"
-        return model
-
     counts: Counter[str] = Counter()
     for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, cross_entropy.LIBRARY):
         monkeypatch.setattr(library, "functions", counting(library, counts))
     monkeypatch.setattr(cross_entropy, "_FEWEST_SCORES", 1)
-    monkeypatch.setattr(op_case, "case_graph", noted)
+    let_cases_compile(monkeypatch)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
     described_machine("avx2")  # bfloat16 too
     return counts

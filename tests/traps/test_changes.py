@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference import assert_each_no_worse
 from tests.thinned import slow_but_every
+from tests.traps.test_capture import TwoLayers
 from tests.zoo.checks import Comparison, compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square, wide
 
@@ -653,17 +654,6 @@ def test_forward_mode_differentiation_after_the_first_step() -> None:
 
 
 # One capture per state: a state that returns needs none
-
-
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.25)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.drop(torch.tanh(self.first(x))))  # type: ignore[no-any-return]
 
 
 def test_dropout_switched_off_in_one_submodule() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from onnxtrain.execute.inductor_program.request import ArgumentSpec, ProgramRequ
 from onnxtrain.execute.inductor_program.split import Split, split
 from onnxtrain.execute.program import Program, Results, Run, drain
 from onnxtrain.execute.regions.build import build, refuse
+from onnxtrain.execute.regions.call import time_on
 from onnxtrain.execute.tolerance import differs_grossly
 from onnxtrain.log import LOG, warn
 from onnxtrain.native import background
@@ -172,10 +172,10 @@ class InductorProgram:
             return self._ordinary(drain(tensors), sizes_in)
         by_artifact, by_program = self._seconds.values()
         is_artifact = len(by_program) >= len(by_artifact)
-        start = self._now()
+        start = time_on(self._device)
         run = self._by_artifact if is_artifact else self._drained
         result = run(tensors, sizes_in)
-        (by_artifact if is_artifact else by_program).append(self._now() - start)
+        (by_artifact if is_artifact else by_program).append(time_on(self._device) - start)
         if len(by_program) >= _TRIALS:
             self._choose()
         return result
@@ -187,11 +187,6 @@ class InductorProgram:
         )
         self.chosen = "artifact" if by_artifact < by_program else "program"
         self._run = self._compiled if self.chosen == "artifact" else self._ordinary
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
     # 5: the artifact
 

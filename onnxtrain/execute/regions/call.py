@@ -54,6 +54,13 @@ def load(path: Path, device: torch.device) -> Kernel:
     return on_gpu
 
 
+def time_on(device: torch.device) -> float:
+    """Return the time at which the device has done all earlier work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class RegionCall:
     """Take the region's inputs and return its outputs as new tensors.
 
@@ -131,17 +138,12 @@ class RegionCall:
     def _timed(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         by_kernel, by_nodes = self._seconds.values()
         variant = "kernel" if len(by_nodes) >= len(by_kernel) else "nodes"
-        start = self._now()
+        start = time_on(self._device)
         results = self._by_kernel(tensors) if variant == "kernel" else self._nodes(tensors, ())[0]
-        self._seconds[variant].append(self._now() - start)
+        self._seconds[variant].append(time_on(self._device) - start)
         if self.chosen is None and len(by_nodes) >= _TRIALS and len(by_kernel) >= _TRIALS:
             self.chosen = "kernel" if self.gain() > 0 else "nodes"
         return results
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
     def compare(self, shapes: Sequence[Sequence[int]]) -> None:
         """Compare the kernel with the nodes on random inputs of these shapes.
