@@ -35,6 +35,7 @@ from onnxtrain.capture.effects.layout_changes import Layouts
 from onnxtrain.capture.effects.outside_changes import OutsideChanges
 from onnxtrain.capture.effects.outside_tensors import OutsideTensors
 from onnxtrain.capture.effects.random_generators import refuse_other_generators
+from onnxtrain.capture.effects.sampled_arrays import sampling_by_nodes
 from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects, attributes_kept
 from onnxtrain.capture.effects.written_views import WrittenView, written_views
 from onnxtrain.capture.export.advice import advice
@@ -290,7 +291,13 @@ def _first_valid_capture(
 def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool) -> Captured:
     module, structure = wrapper.module, wrapper.structure
     outside = OutsideTensors()
-    with capturing(), refuse_other_generators(module), plain_four_bit_weights(module) as parts, wrapper.local_tensors():
+    with (
+        capturing() as calls,
+        refuse_other_generators(module),
+        plain_four_bit_weights(module) as parts,
+        wrapper.local_tensors(),
+        sampling_by_nodes(module, wrapper.surroundings.codes.values(), calls),
+    ):
         with attribute_reads() as reads, outside.recording():
             program = _export_blocks_once(wrapper, decisions, reads, outside)
             while wrapper.elements.is_undecided:

@@ -21,7 +21,13 @@ from onnxtrain.capture.effects.written_views import WrittenView
 from onnxtrain.capture.source_location import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
-from onnxtrain.ops.python_function.run_context import rerun_until_settled
+from onnxtrain.ops.python_function.run_context import (
+    PythonStates,
+    python_states,
+    python_states_kept,
+    rerun_until_settled,
+    set_python_states,
+)
 from onnxtrain.plan.storage import bind_symbols
 from onnxtrain.torch_compat import attention_switches, autograd, dispatch
 from onnxtrain.torch_compat.dynamo import untraced
@@ -103,6 +109,7 @@ class Unit:
         views: for each result, "view" if it may share an input's memory, "detached" if it may and was detached from
             the input, else "".
         is_random: whether the forward program samples.
+        runs_python: whether it runs the user's Python, which may sample from Python's and numpy's generators.
         device_type: "cpu" or "cuda".
         unsaved_inputs: indices of the inputs that are not among the kept tensors.
         is_simple: whether a step does nothing but run the programs.
@@ -139,8 +146,10 @@ class Unit:
         unreached: Collection[int] = (),
         written_views: Sequence[WrittenView] = (),
         inputs: Sequence[ir.Value] = (),
+        runs_python: bool = False,
     ) -> None:
         self.forward = forward
+        self.runs_python = runs_python
         self.num_results = num_results
         self.mutations = tuple(mutations)
         self.differentiable = differentiable
@@ -260,18 +269,21 @@ class RandomState(NamedTuple):
         cpu: the state of the CPU's generator.
         gpus: the states of the generators of GPUs.
         attention_kernels: those that PyTorch could choose, if there are GPUs.
+        python: the states of Python's and numpy's generators; None if forward runs none of the user's Python.
     """
 
     cpu: torch.Tensor
     gpus: list[tuple[torch.device, torch.Tensor]]
     attention_kernels: attention_switches.Kernels
+    python: PythonStates | None = None
 
 
-def random_state(tensors: Sequence[torch.Tensor]) -> RandomState:
+def random_state(tensors: Sequence[torch.Tensor], runs_python: bool = False) -> RandomState:
     """Return the state of the generators that forward samples from: the CPU's, and those of the GPUs of `tensors`."""
     devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
     gpus = [(device, torch.cuda.get_rng_state(device)) for device in devices]
-    return RandomState(torch.get_rng_state(), gpus, attention_switches.enabled_kernels() if gpus else ())
+    kernels = attention_switches.enabled_kernels() if gpus else ()
+    return RandomState(torch.get_rng_state(), gpus, kernels, python_states() if runs_python else None)
 
 
 _NO_CONTEXT = nullcontext()
@@ -357,7 +369,7 @@ def run_and_save(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
     """Run forward of any unit, and save in `ctx` what its backward needs; returns the results."""
     ctx.set_materialize_grads(False)
     if unit.is_random:
-        ctx.random_state = random_state(tensors)
+        ctx.random_state = random_state(tensors, unit.runs_python)
     outputs, sizes = unit.run(tensors)
     kept = outputs[unit.first_kept :]
     if unit.contexts:
@@ -460,7 +472,9 @@ def differentiable_backward(
             )
     if unit.is_random:
         state: RandomState = ctx.random_state
-        with torch.random.fork_rng(devices=[device for device, _ in state.gpus]):
+        with torch.random.fork_rng(devices=[device for device, _ in state.gpus]), python_states_kept():
+            if state.python is not None:
+                set_python_states(state.python)
             torch.set_rng_state(state.cpu)
             for device, gpu_state in state.gpus:
                 torch.cuda.set_rng_state(gpu_state, device)

@@ -54,7 +54,7 @@ class _Run:
 
     def __init__(self, boundary: IndependentBoundary, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
         self.boundary, self.unit, self.tensors = boundary, unit, tensors
-        self.random_state = random_state(tensors) if unit.is_random else None
+        self.random_state = random_state(tensors, unit.runs_python) if unit.is_random else None
         self.versions = [] if unit.is_inference else [version_of(tensors[i]) for i in unit.unsaved_inputs]
         with torch.no_grad():
             self.outputs, self.sizes = unit.run(tensors)

@@ -200,6 +200,7 @@ class UnitBuilder:
             written_views=self.captured.written_views,
             inputs=forward.graph.inputs,
             is_random=any(Effects.RANDOM in definition_of(node).effects for node in forward.graph),
+            runs_python=any(Effects.PYTHON in definition_of(node).effects for node in forward.graph),
             device_type=self.device.type,
             backward=backward,
             rerun=self.rerun,

@@ -27,7 +27,7 @@ from onnxtrain.options import Options
 from onnxtrain.options.without_effect import DORT_OPTIONS, warn_ineffective
 from onnxtrain.report import CompileReport
 from onnxtrain.stages import numbered
-from onnxtrain.torch_compat.dynamo import SUPPRESSED_ERRORS
+from onnxtrain.torch_compat.dynamo import NUMPY_SAMPLES, SUPPRESSED_ERRORS
 
 # By graph and options. An engine lives as long as torch.compile keeps one of its graphs.
 _ENGINES: weakref.WeakValueDictionary[Hashable, Engine] = weakref.WeakValueDictionary()
@@ -114,7 +114,7 @@ def pieces(options: Options) -> Callable[[Call], Call]:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             # Code that torch.compile itself rejects runs in PyTorch, as the user of an ORTModule expects.
-            with SUPPRESSED_ERRORS.get()(), logged_as_info():
+            with SUPPRESSED_ERRORS.get()(), NUMPY_SAMPLES.get()(), logged_as_info():
                 return compiled(*args, **kwargs)
 
         return run

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from onnxtrain.torch_compat.internal import Internal
+from onnxtrain.torch_compat.internal import Internal, can_be_entered
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -52,4 +52,20 @@ SUPPRESSED_ERRORS = Internal[Callable[[], AbstractContextManager[Any]]](
     fallback=nullcontext,
     cost="a part of a module that torch.compile cannot trace raises its error",
     check=lambda part: bool(torch._dynamo.config.suppress_errors) in (True, False),
+)
+
+
+def _find_numpy_samples() -> Callable[[], AbstractContextManager[Any]]:
+    config = importlib.import_module("torch._dynamo.config")
+    assert hasattr(config, "use_numpy_random_stream")
+    return lambda: config.patch("use_numpy_random_stream", True)
+
+
+NUMPY_SAMPLES = Internal[Callable[[], AbstractContextManager[Any]]](
+    "numpy_samples",
+    _find_numpy_samples,
+    why="torch.compile replaces functions of numpy.random by its own, which sample from PyTorch's generator",
+    fallback=nullcontext,
+    cost="in a module that runs in pieces, numpy.random samples other numbers than in eager",
+    check=can_be_entered,
 )

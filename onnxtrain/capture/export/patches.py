@@ -52,8 +52,8 @@ _STATE = threading.local()
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
-    """Hold the capture lock and apply the patches."""
+def capturing() -> Iterator[FunctionCalls]:
+    """Hold the capture lock and apply the patches; return the calls of custom functions that become nodes."""
     with CAPTURE_LOCK, ExitStack() as stack:
         stack.enter_context(needless_warnings_dropped())
         if has_saved_tensors_hooks():
@@ -76,7 +76,7 @@ def capturing() -> Iterator[None]:
             stack.enter_context(call.point.wrapped(partial(_refusal, owner, call)))
         _STATE.is_capturing = True
         stack.callback(setattr, _STATE, "is_capturing", False)
-        yield
+        yield calls
         calls.check()
 
 

@@ -20,6 +20,7 @@ from torch.fx.experimental import proxy_tensor
 
 from onnxtrain.capture import source_location
 from onnxtrain.errors import CaptureError
+from onnxtrain.ops.python_function.node import TORCH_OP
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.patch_points import TENSOR_BOOL
@@ -162,12 +163,16 @@ def _obstacle(calls: Sequence[torch.fx.Node], answered: int, *, reads_parameters
     impure = next((node.target for node in calls if not _is_pure(node)), None)
     if impure is None:
         return ""
+    if impure is TORCH_OP:
+        return f"a decision by {impure}, which runs the user's Python"
     is_random = isinstance(impure, OpOverload) and torch.Tag.nondeterministic_seeded in impure.tags
     return f"a decision by {impure}, which {'samples random numbers' if is_random else 'changes a tensor in place'}"
 
 
 def _is_pure(node: torch.fx.Node) -> bool:
     target: Any = node.target
+    if target is TORCH_OP:
+        return False
     if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
     written = [a for a, s in zip(node.args, schema_of(target).arguments, strict=False) if s.is_write]

@@ -127,6 +127,8 @@ def _detached(tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
 
 def _observe(arguments: Arguments) -> tuple[TrialRun, ShapeRule | None]:
     """Run the function on trial, and find a rule for the sizes of its outputs if the fake tensors do not tell them."""
+    if getattr(arguments.function, "has_checked_sizes", False):
+        return deduced_rule(arguments, None)
     infer = getattr(arguments.function, "infer_shape", None)
     failure: Exception | None = None
     is_specialized = False
@@ -255,7 +257,9 @@ class Arguments:
                 return bool(value)
             case list() | tuple() | dict():
                 content = [self._template(part, -1) for part in parts(value)]
-                return value if next(slots(content), None) is None else rebuilt(value, content)
+                if next(slots(content), None) is None:
+                    return value
+                return tuple(content) if isinstance(value, torch.Size) else rebuilt(value, content)  # a Size holds ints
         tensor = next(_tensors_in(value, set(), _DEPTH), None)
         if tensor is not None:
             raise CaptureError(

@@ -227,6 +227,9 @@ _PROBES: tuple[Callable[[int, int], int], ...] = (
     lambda size, k: size + 1 + k,
     lambda size, k: size + 3 + 2 * k,
     lambda size, k: max(1, size - 1 - k),  # stays below an upper limit
+    lambda size, _: size * 2,  # these keep equal sizes equal
+    lambda size, _: size * 3,
+    lambda size, _: size + 1,
 )
 _RUNS = 3  # at the example's sizes and at two others, because a term has two unknowns
 
@@ -341,11 +344,14 @@ def _deduce_term(call: CallArguments, runs: _Runs, output: int, axis: int) -> _T
         values = [_evaluate(source.evaluate(shapes, call.sizes), binding) for binding, _ in runs]
         source_of.setdefault(tuple(values), source)
     for count in (1, 2, 3):
+        terms = []
         for group in itertools.combinations_with_replacement(source_of, count):
             column_products = [math.prod(column) for column in zip(*group, strict=True)]
             fit = _fit_line(column_products, observed)
             if fit is not None and (count == 1 or fit[1] == 0):
-                return _Term(fit[0], tuple(source_of[values] for values in group), fit[1])
+                terms.append(_Term(fit[0], tuple(source_of[values] for values in group), fit[1]))
+        if terms:  # a size itself before 2 * another - 3, which may be equal at these sizes by chance
+            return min(terms, key=lambda term: (abs(term.offset), term.factor))
     raise _rule_error(call, f"dimension {axis} of output {output} is {observed} for inputs of {_shapes(call, runs)}")
 
 

@@ -41,6 +41,31 @@ def autocast_context(autocast: Autocast | None) -> AbstractContextManager[None]:
     return nullcontext() if autocast is None else _enabled_autocast(autocast)
 
 
+# Python's and numpy's generators
+
+PythonStates: TypeAlias = tuple[Any, Any]
+
+
+def python_states() -> PythonStates:
+    """Return the states of the generators of Python and numpy that users sample from."""
+    return random.getstate(), np.random.get_state()  # noqa: NPY002
+
+
+def set_python_states(states: PythonStates) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+
+
+@contextmanager
+def python_states_kept() -> Iterator[None]:
+    """Restore the states at the end."""
+    states = python_states()
+    try:
+        yield
+    finally:
+        set_python_states(states)
+
+
 # Runs that the patched `apply` does not capture
 
 
@@ -63,7 +88,7 @@ def uncaptured() -> Iterator[None]:
     while dispatch.count_function_modes():
         modes.append(dispatch.pop_function_mode())  # before all else: it raises if this PyTorch lacks it
     device_modes = [mode for mode in reversed(modes) if dispatch.is_device_context(mode)]
-    rng_states = random.getstate(), np.random.get_state()  # noqa: NPY002  # the generator that users sample from
+    states = python_states()
     _THREAD.uncaptured += 1
     try:
         for mode in device_modes:
@@ -74,8 +99,7 @@ def uncaptured() -> Iterator[None]:
             dispatch.pop_function_mode()
         for mode in reversed(modes):
             dispatch.push_function_mode(mode)
-        random.setstate(rng_states[0])
-        np.random.set_state(rng_states[1])  # noqa: NPY002
+        set_python_states(states)
         _THREAD.uncaptured -= 1
 
 
