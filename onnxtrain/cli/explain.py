@@ -18,7 +18,7 @@ from onnxtrain.report import CompileReport, PassReport, Work
 
 
 def work_lines(report: CompileReport) -> Iterator[str]:
-    """The cost of a step, forward and backward, before and after; one line for each variant of the graph."""
+    """Yield the cost of a step, forward and backward, before and after; one line for each variant of the graph."""
     if report.before is None:
         return
     yield f"as captured: {_described(report.before)}"
@@ -44,7 +44,7 @@ def _ratio(before: Work, after: Work) -> str:
 
 
 def pass_lines(report: CompileReport) -> Iterator[str]:
-    """The changes that each pass applied, then those it refused, with module and source location."""
+    """Yield the changes that each pass applied, then those it refused, with module and source location."""
     idle: dict[str, None] = {}
     for stage in report.stages:
         for pass_report in stage.passes:
@@ -66,7 +66,7 @@ def _lines_of_pass(title: str, report: PassReport, label: str = "applied") -> It
 
 
 def _counted(texts: list[str] | tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Each distinct text, with the number of times it occurs."""
+    """Yield each distinct text, with the number of times it occurs."""
     for text in dict.fromkeys(texts):
         times = texts.count(text)
         yield text, f" ({times} times)" if times > 1 else ""

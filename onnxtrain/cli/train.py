@@ -241,7 +241,7 @@ def _data(name: str, types: Mapping[str, tuple[str, Sequence[int | str | None]]]
 
 
 def _digits(types: Mapping[str, tuple[str, Sequence[int | str | None]]]) -> dict[str, Array]:
-    """scikit-learn's digits in the graph's shapes: images of 8 × 8 pixels between 0 and 1, and their labels."""
+    """Load scikit-learn's digits in the graph's shapes: images of 8 × 8 pixels between 0 and 1, and their labels."""
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415  not a dependency of the package
     except ImportError as error:
@@ -301,7 +301,7 @@ def _split(data: Mapping[str, Array], test_share: float, seed: int) -> tuple[dic
 def _batches(
     data: Mapping[str, Array], size: int, shuffle: np.random.Generator | None = None, *, fixed: bool
 ) -> Iterator[dict[str, Array]]:
-    """Batches in a shuffled order, or in the data's own; with `fixed` a smaller last batch is dropped."""
+    """Yield batches in a shuffled order, or in the data's own; with `fixed` a smaller last batch is dropped."""
     count = len(next(iter(data.values())))
     order = np.arange(count) if shuffle is None else shuffle.permutation(count)
     for start in range(0, count, size):

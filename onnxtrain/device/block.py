@@ -308,6 +308,6 @@ def set_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
 
 
 def parameters_of(base: Base, names: Sequence[str]) -> list[onnx.TensorProto]:
-    """Initializers of the model, with their data."""
+    """Return initializers with these names, with their data."""
     stubs = {t.name: t for t in base.model.graph.initializer}
     return [with_data(stubs[name], base.tensors.get(name)) for name in names]

@@ -79,7 +79,7 @@ def _drop_indices(graph: ir.Graph, op: Builder) -> None:
 
 
 def _geometry(n: NodeView) -> tuple[list[int], list[int], list[int], list[int]]:
-    """(kernel, strides, padding, dilations), each by axis."""
+    """Return (kernel, strides, padding, dilations), each by axis."""
     count = len(spatial_sizes(n.x))
     rest = (
         attribute_per_axis(n, "strides", count, 1),

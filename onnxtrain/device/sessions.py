@@ -359,7 +359,7 @@ def _dtype_and_shape(feed: Array | OrtValue) -> tuple[str, tuple[int, ...]]:
 
 
 def _types(args: Sequence[Any], sequences: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, TensorType]]:
-    """The types of a graph's inputs. A sequence has those of its tensors, without their shapes."""
+    """Return the types of a graph's inputs. A sequence has those of its tensors, without their shapes."""
     for arg in args:
         if arg.name in sequences:
             dtype = numpy_name(arg.type.removeprefix("seq(").removesuffix(")"))

@@ -126,13 +126,13 @@ class TrainingBlock(Block):
         return self._extended
 
     def parameters(self) -> tuple[list[onnx.TensorProto], list[onnx.TensorProto]]:
-        """(trainable, frozen and buffers). Raises ArtifactError before the first call of the block."""
+        """Return (trainable, frozen and buffers). Raises ArtifactError before the first call of the block."""
         trainable, frozen, buffers = self.extended.ordered(self.choice)
         assert self._base is not None
         return parameters_of(self._base, trainable), parameters_of(self._base, [*frozen, *buffers])
 
     def to_model_proto(self) -> tuple[onnx.ModelProto, onnx.ModelProto]:
-        """(training graph, evaluation graph). Raises ArtifactError before the first call of the block."""
+        """Return (training graph, evaluation graph). Raises ArtifactError before the first call of the block."""
         choice = self.choice
         graphs = self.extended.training(choice), self.extended.evaluation(choice)
         return ir.to_proto(graphs[0]), ir.to_proto(graphs[1])

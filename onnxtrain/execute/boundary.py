@@ -336,7 +336,7 @@ class _Boundary(torch.autograd.Function):
 
 @untraced
 def _gradients(ctx: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-    """Backward of `_Boundary`. Empties the list of cotangents.
+    """Run backward of `_Boundary`. Empties the list of cotangents.
 
     A function that torch.compile compiles may call backward() itself: on a CPU it runs in the same thread.
     """
@@ -388,7 +388,7 @@ def run_and_save(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
 
 
 def _backward(ctx: Any, cotangents: list[torch.Tensor | None], needs_grad: Flags) -> tuple[Any, ...]:
-    """Backward of any unit."""
+    """Run backward of any unit."""
     unit = ctx.call[0]
     program, arguments, sizes = prepare_backward(ctx, cotangents, needs_grad)
     with backward_context(unit, ctx.random_state if unit.is_random else None):
@@ -450,7 +450,7 @@ def _zeros(ctx: Any, index: int) -> torch.Tensor:
 def differentiable_backward(
     ctx: Any, cotangents: Sequence[torch.Tensor | None], needs_grad: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """Gradients that can be differentiated again: runs the module once more, in PyTorch (create_graph=True).
+    """Return gradients that can be differentiated again: runs the module once more, in PyTorch (create_graph=True).
 
     Raises:
         KernelError: an input was changed in place since forward.

@@ -76,7 +76,7 @@ class PackedVariants:
     def __init__(
         self, model: ir.Model, captured: Captured, options: Options, device: torch.device, num_results: int
     ) -> None:
-        """See `plan_packed_variants`; the first `num_results` results may have zeros in padding."""
+        """Plan variants, as `plan_packed_variants` says; the first `num_results` results may have zeros in padding."""
         start = time.perf_counter()
         self._captured, self._options, self._num_results = captured, options, num_results
         self._changes = Changes("pack_tokens")
@@ -219,7 +219,7 @@ def waits_for_lengths(plan: PackingPlan, device: torch.device) -> ir.Node | None
 
 
 def _sources_of(plan_sizes: Sequence[sizes.Size], captured: Captured) -> list[tuple[str, int, int]]:
-    """(name, input, axis) of each symbol in these sizes."""
+    """Return (name, input, axis) of each symbol in these sizes."""
     names = frozenset[str]().union(*map(sizes.symbols, plan_sizes))
     sources: dict[str, tuple[str, int, int]] = {}
     for index, value in enumerate(captured.model.graph.inputs):

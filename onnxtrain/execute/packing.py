@@ -201,7 +201,7 @@ def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros of the shape and dtype of a tensor, on the CPU and in the memory of one element."""
+    """Return zeros of the shape and dtype of a tensor, on the CPU and in the memory of one element."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 

@@ -233,7 +233,7 @@ class BackwardPrograms:
         self._differentiable, self._choice, self._groups = differentiable, choice, groups
 
     def __call__(self, has_cotangent: Flags, needs_grad: Flags) -> Backward:
-        """See `BackwardSource`."""
+        """Build a backward, as `BackwardSource` says."""
         if has_cotangent == self._differentiable:
             return self._backward(cut(self._joint, needs_grad), has_cotangent)
         pruned = cut(self._differentiated(has_cotangent), needs_grad)

@@ -75,7 +75,7 @@ class _Entry:
         self._misses, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
 
     def suggestion(self, tensors: list[torch.Tensor]) -> Example | None:
-        """Example sizes with which a new capture may turn out to be the same graph as this one."""
+        """Return example sizes with which a new capture may turn out to be the same graph as this one."""
         return self.compiled.captured.guards.suggestion(tensors) if self.compiled is not None else None
 
     def adopts(self, captured: Captured, module: torch.nn.Module) -> bool:

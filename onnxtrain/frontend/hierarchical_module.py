@@ -62,7 +62,7 @@ class HierarchicalORTModule(ORTModule):
         log_initialisation(type(self.module).__name__, report.took_ms / 1e3, report, first=True)
 
     def _reports(self) -> Iterator[CompileReport]:
-        """The reports of the graphs of this module and its parts."""
+        """Return the reports of the graphs of this module and its parts."""
         for part in self.__dict__["_parts"]:
             yield from part._reports()
         engine = engine_of(self)

@@ -151,7 +151,7 @@ class ORTModule(torch.nn.Module):
             raise
 
     def _instead_of_capture(self) -> Callable[..., Any] | None:
-        """How to run a call if hooks, such as those of FSDP2 and ZeRO stage 3, must run between parts of the module."""
+        """Return how to run a call if hooks, such as FSDP2's and ZeRO 3's, must run between parts of the module."""
         blocks = blocks_of(self.module)
         if (reason := reason_of_hooks(blocks)) is not None:
             self.__dict__["_regions"] = install_in(blocks.values(), self.__dict__["_options"], reason)

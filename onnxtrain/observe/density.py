@@ -80,7 +80,7 @@ def _density(measure: _Measure, tensor: torch.Tensor) -> str:
 
 
 def _measures(captured: Captured) -> Iterator[_Measure]:
-    """The inputs of a capture with elements that do not count, each once."""
+    """Yield the inputs of a capture with elements that do not count, each once."""
     graph = captured.model.graph
     index_of = {v: s.index for v, s in zip(graph.inputs, captured.sources, strict=True) if s.kind == "input"}
     visited = set[ir.Value]()
@@ -93,7 +93,7 @@ def _measures(captured: Captured) -> Iterator[_Measure]:
 
 
 def _values_with_empty_elements(node: ir.Node) -> Iterator[tuple[ir.Value, str, int]]:
-    """The inputs of a node that may have elements that do not count, by the input names of its definition."""
+    """Return the inputs of a node that may have elements that do not count, by the input names of its definition."""
     definition = definition_of(node)
     n = view(node)
     names = {definition.input_name(i): v for i, v in enumerate(node.inputs) if v is not None}

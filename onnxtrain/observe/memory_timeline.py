@@ -195,7 +195,7 @@ def _coarse(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def _ticks(top: int) -> list[int]:
-    """Ticks at round numbers of bytes, from 0 to at least `top`."""
+    """Return ticks at round numbers of bytes, from 0 to at least `top`."""
     unit = 1024 ** min(int(math.log(top, 1024)), 3) if top >= 1024 else 1
     rough = top / unit / 4
     scale = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0

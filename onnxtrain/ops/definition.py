@@ -194,7 +194,7 @@ class NodeView:
         return values[slot.position] if slot.position < len(values) else None
 
     def wants(self, name: str) -> bool:
-        """In a gradient rule: whether this input needs a gradient; `xs[2]` is the third member of a variadic input."""
+        """Return, in a gradient rule, whether this input needs a gradient; `xs[2]` is the third of a variadic input."""
         return self._wanted is None or name in self._wanted
 
 

@@ -139,7 +139,7 @@ def _tuning_results(values: Values, former: Mapping[str, Any]) -> None:
 
 
 def _ignored(values: Values, former: Mapping[str, Any]) -> None:
-    """A former option without effect."""
+    """Ignore a former option, which has no effect."""
 
 
 _SEARCH = one_of_or("HEURISTIC", "EXHAUSTIVE")

@@ -201,7 +201,7 @@ class _Merge:
             self._graph.remove(node, safe=True)
 
     def _infer(self, added: set[ir.Node]) -> None:
-        """Types of new values, by their operators' definitions."""
+        """Return the types of new values, by their operators' definitions."""
         for node in self._graph:
             if node in added and any(value.type is None for value in node.outputs):
                 for value, inferred in zip(node.outputs, definition_of(node).output_types(node), strict=False):

@@ -66,7 +66,7 @@ class MemoryPlan:
         return [str(choice), *(f"recompute: {row}" for row in self._rows(choice))]
 
     def _rows(self, choice: RecomputeChoice) -> Iterator[str]:
-        """A row for each op and shape, the largest first. Views, which take no memory, are skipped."""
+        """Return a row for each op and shape, the largest first. Views, which take no memory, are skipped."""
         nodes = [node for node in self.joint.model.graph if node in self.joint.forward_nodes]
         sets = AliasSets(nodes, definition_of)
         counts: Counter[tuple[int, str]] = Counter()

@@ -196,7 +196,7 @@ class _Groups:
         self._frames: dict[ir.Node, Sizes] = {}
 
     def __iter__(self) -> Iterator[tuple[list[ir.Node], Sizes]]:
-        """Each group with its frame."""
+        """Yield each group with its frame."""
         for group in {id(group): group for group in self._groups.values()}.values():
             yield group, self._frames[group[0]]
 

@@ -82,7 +82,7 @@ def _user() -> str:
 
 @contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder next to `target`, removed at the end of the block, or at exit if the program ends first.
+    """Create a temporary folder next to `target`; remove it at the end of the block, or at exit if that comes first.
 
     In the second case `tempfile.TemporaryDirectory` would raise a ResourceWarning, which a daemon thread cannot avoid.
     """

@@ -65,7 +65,7 @@ class CreatedFakes:
         return len(self._created)
 
     def holds(self, since: int, tensors: Sequence[torch.Tensor], nodes: Iterable[Node]) -> bool:
-        """Whether forward refers to a tensor created since there were `since`, beyond these and the values of nodes."""
+        """Return whether forward refers to a tensor after the first `since`, except these and values of nodes."""
         return bool(_held(self._created[since:], tensors, nodes))
 
     def record_held(self, results: Sequence[Any]) -> None:

@@ -62,7 +62,7 @@ def fast_meta_functions() -> Iterator[None]:
 
 
 def _unary(fakes: Fakes, x: Any, kind: Any = FLOATING, dtype: torch.dtype | None = None) -> FakeTensor | None:
-    """An elementwise operator of one tensor."""
+    """Infer the result of an elementwise operator of one tensor."""
     return fakes.elementwise([x], x.shape, dtype or x.dtype) if fakes.are_supported(x, dtype=kind) else None
 
 

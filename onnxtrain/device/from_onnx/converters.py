@@ -234,7 +234,7 @@ class _Windows:
         return self.before == self.after and all(isinstance(pad, int) for pad in self.before)
 
     def attributes(self, *, padded: bool) -> dict[str, Any]:
-        """Strides, dilations and pads; no padding where a Pad node does it."""
+        """Return strides, dilations and pads; no padding where a Pad node does it."""
         pads = [0] * (2 * len(self.before)) if padded else [*self.before, *self.after]
         return {"strides": self.strides, "dilations": self.dilations, "pads": pads}
 

@@ -76,7 +76,7 @@ class _Function:
         self._lines += lines
 
     def new(self, dtype: ir.DataType, shape: Shape, value: ir.Value | None = None) -> Array:
-        """Memory for a value: the caller's for an output, else the function's own."""
+        """Return the memory for a value: the caller's for an output, else the function's own."""
         output = self._outputs.get(value) if value is not None else None
         array = Array(output or f"t{self._scratch}", dtype, shape, strides_of(shape))
         count = math.prod(shape)

@@ -44,7 +44,7 @@ class CachedExpectations:
         return min(self.seconds(node, device), key=itemgetter(1))[0]
 
     def seconds(self, node: ir.Node, device: str) -> list[tuple[Kernel, float]]:
-        """See `expected_seconds`."""
+        """Return the expected seconds; see `expected_seconds`."""
         seconds = self._seconds.get((node, device))
         if seconds is None:
             seconds = self._seconds[node, device] = expected_seconds(node, device)

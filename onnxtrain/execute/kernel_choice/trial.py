@@ -186,7 +186,7 @@ def question(node: ir.Node) -> str:
 
 
 def _describe(argument: torch.Tensor | None, pattern: Sequence[str]) -> str:
-    """Rounded sizes, and a letter unless contiguous: L channels_last, T transposed, S other strides."""
+    """Return rounded sizes, and a letter unless contiguous: L channels_last, T transposed, S other strides."""
     if argument is None:
         return "-"
     shape = tuple(argument.shape)

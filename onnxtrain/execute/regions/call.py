@@ -109,7 +109,7 @@ class RegionCall:
             self.chosen = None
 
     def gain(self) -> float:
-        """Seconds that the kernel saves per call: the difference of the medians of the trial."""
+        """Return the seconds that the kernel saves per call: the difference of the medians of the trial."""
         return median(self._seconds["nodes"]) - median(self._seconds["kernel"])
 
     def _takes(self, tensors: Sequence[torch.Tensor]) -> bool:

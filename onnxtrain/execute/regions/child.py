@@ -94,7 +94,7 @@ def _typical_shape(value: ir.Value, shape: list[int]) -> list[int]:
 
 
 def _example(model: ir.Model, shapes: list[list[int]], device: torch.device) -> Any:
-    """Tensors of these shapes, and their dynamic dimensions for torch.export."""
+    """Return tensors of these shapes, and their dynamic dimensions for torch.export."""
     dynamic = functools.cache(lambda name: torch.export.Dim(name, min=request.LEAST_SIZE))
     tensors, dims = [], []
     for value, shape in zip(model.graph.inputs, shapes, strict=True):

@@ -145,7 +145,7 @@ def _summary(tensor: torch.Tensor, bucket: int) -> Iterator[str]:
 
 
 def _numbers(flat: torch.Tensor, bucket: int) -> Iterator[str]:
-    """Range, moments and counts, bucket by bucket: only one bucket at a time is copied to float64."""
+    """Return range, moments and counts, bucket by bucket: only one bucket at a time is copied to float64."""
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     counts = dict.fromkeys(("nan", "inf", "negative", "positive", "zero"), 0)

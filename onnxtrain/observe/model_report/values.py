@@ -126,11 +126,11 @@ class ModelReport:
         return sorted(rows, key=lambda row: (row[1] == row[2], -row[1] - row[2], row[0]))
 
     def time_by_op(self) -> list[tuple[str, float, int]]:
-        """(op, milliseconds, count), the slowest first."""
+        """Return (op, milliseconds, count), the slowest first."""
         return _summed((time.op, time.ms) for time in self.times)[:_OPS_OF_A_BAR]
 
     def time_by_module(self) -> list[tuple[str, float, int]]:
-        """(module, milliseconds, count), the slowest first. Equal layers of a list share one row, `layer.*`."""
+        """Return (module, milliseconds, count), the slowest first. Equal layers of a list share one row, `layer.*`."""
         return _summed((re.sub(r"\.\d+(?=\.|$)", ".*", t.module) or "the model", t.ms) for t in self.times)
 
 

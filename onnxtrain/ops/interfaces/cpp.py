@@ -69,7 +69,7 @@ class Array:
 
 
 def strides_of(shape: Sequence[int]) -> Shape:
-    """Strides of a contiguous array."""
+    """Return the strides of a contiguous array."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 

@@ -13,7 +13,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 def aten_reduction(reduction: str) -> int:
-    """ATen's number of the reduction."""
+    """Return ATen's number of the reduction."""
     return REDUCTIONS.index(reduction)
 
 

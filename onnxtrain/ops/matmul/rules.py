@@ -47,7 +47,7 @@ def is_exact_attribute(number: Any) -> bool:
 
 
 def constant_axes(op: Builder, *axes: int) -> ir.Value:
-    """Axes as the input of Unsqueeze, Squeeze and reductions."""
+    """Return axes as the input of Unsqueeze, Squeeze and reductions."""
     return op.constant(list(axes), ir.DataType.INT64)
 
 
@@ -60,7 +60,7 @@ def as_rows(op: Builder, value: ir.Value) -> ir.Value:
 
 
 def matmul_shape(a: Sequence[Size], b: Sequence[Size]) -> Sizes:
-    """NumPy's shape of a @ b."""
+    """Return NumPy's shape of a @ b."""
     if not a or not b:
         raise GraphError(
             "matmul got a scalar operand", expected="operands of rank 1 or more", got=f"{list(a)} @ {list(b)}"

@@ -76,7 +76,7 @@ def _powers(op: Builder, n: NodeView) -> ir.Value:
 
 
 def _lp_windows(n: NodeView) -> list[tuple[int, int, int, Padding]]:
-    """(kernel, stride, dilation, padding) of each axis after the channels."""
+    """Return (kernel, stride, dilation, padding) of each axis after the channels."""
     count = rank_of(n.x) - 2
     return list(
         zip(

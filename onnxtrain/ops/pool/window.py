@@ -80,7 +80,7 @@ def _memory_format(like: Tensor) -> torch.memory_format:
 
 
 def unread_input(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A stand-in for x in PyTorch's backward kernels, which read its shape and memory format but not its values."""
+    """Return a stand-in for x in PyTorch's backward kernels, which read its shape and memory format, not its values."""
     memory_format = _memory_format(like)
     if memory_format is torch.contiguous_format and like.device.type == "cpu":
         return torch.empty((), dtype=dtype).expand(
@@ -90,7 +90,7 @@ def unread_input(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tens
 
 
 def _geometry(n: NodeView, x: ir.Value) -> list[list[int]]:
-    """Kernel, strides, padding and, for max pooling, dilations: each a list over the axes of x after the channels."""
+    """Return kernel, strides, padding and, for max pooling, dilations, each by the axes of x after the channels."""
     count = rank_of(x) - 2
     geometry = [list(n.kernel_shape), attribute_per_axis(n, "strides", count, 1), symmetric_pads(n, count)]
     return (

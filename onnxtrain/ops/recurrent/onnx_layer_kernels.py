@@ -39,7 +39,7 @@ def _weights(layer: Layer, d: int, w: Tensor, r: Tensor, b: Tensor | None) -> We
 
 
 def _samples_by_length(lengths: Tensor | None, x: Tensor) -> Iterator[tuple[int, Any]]:
-    """Each distinct length, with the indices of the samples of that length."""
+    """Return each distinct length, with the indices of the samples of that length."""
     if lengths is None:
         yield x.size(0), slice(None)
         return

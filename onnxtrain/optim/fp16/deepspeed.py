@@ -130,7 +130,7 @@ def _difference(optimizer: Any, name: str, theirs: FunctionType, make: Callable[
 
 
 def _trials(device: torch.device) -> Iterator[tuple[list[SimpleNamespace], int]]:
-    """Parameters with gradients, and a rank of model parallelism."""
+    """Return parameters with gradients, and a rank of model parallelism."""
     values = torch.linspace(-2, 3, 6, device=device)
     kinds: list[dict[str, Any]] = [
         {}, {"ds_pipe_replicated": True}, {"ds_pipe_replicated": False}, {"model_parallel": True},
