@@ -87,7 +87,7 @@ class StagedRun:
         self._versions = {value: version_of(tensor) for value, tensor in self._tensors.items()}
 
     def advance(self) -> list[torch.Tensor | None]:
-        """Run the next stage; returns the gradients of its group.
+        """Run the next stage; return the gradients of its group.
 
         The run holds neither these gradients nor tensors that no later stage reads.
 
@@ -132,6 +132,14 @@ class GroupedBoundary:
         self.groups = groups
         self.needs_grad = (False, *(index in members for index in range(num_inputs)))
 
+    def begin(self, ctx: Any, cotangents: list[torch.Tensor | None]) -> StagedRun | list[torch.Tensor | None]:
+        """Start a backward, of which no stage has run; return the gradients themselves under create_graph."""
+        if torch.is_grad_enabled():
+            return differentiable_backward(ctx, cotangents, self.needs_grad[1:])
+        program, arguments, sizes = prepare_backward(ctx, cotangents, self.needs_grad)
+        assert isinstance(program, StagedProgram)
+        return program.begin(arguments, sizes)
+
 
 class StagedBoundary(GroupedBoundary):
     """Runs the backward of units in stages."""
@@ -156,15 +164,8 @@ class _Call:
 
     def begin(self, ctx: Any, cotangents: list[torch.Tensor | None]) -> None:
         """Start a backward. Its tensors are freed when the engine is done with it, wherever it stopped."""
-        run: StagedRun | list[torch.Tensor | None]
-        if torch.is_grad_enabled():
-            run = differentiable_backward(ctx, cotangents, self.boundary.needs_grad[1:])
-        else:
-            program, arguments, sizes = prepare_backward(ctx, cotangents, self.boundary.needs_grad)
-            assert isinstance(program, StagedProgram)
-            run = program.begin(arguments, sizes)
         backward_id, runs = autograd.current_backward(), self._runs
-        runs[backward_id] = run
+        runs[backward_id] = self.boundary.begin(ctx, cotangents)
 
         def drop() -> None:
             runs.pop(backward_id, None)
@@ -172,7 +173,7 @@ class _Call:
         autograd.queue_callback(drop)
 
     def advance(self, stage: int) -> Sequence[torch.Tensor | None]:
-        """Run a stage; returns the gradients of its group."""
+        """Run a stage; return the gradients of its group."""
         run = self._runs[autograd.current_backward()]
         if not isinstance(run, StagedRun):
             return [run[index] for index in self.boundary.groups[stage]]

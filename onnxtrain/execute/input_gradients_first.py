@@ -21,11 +21,9 @@ from onnxtrain.execute.boundary import (
     RandomState,
     Unit,
     backward_context,
-    differentiable_backward,
-    prepare_backward,
     run_and_save,
 )
-from onnxtrain.execute.early_gradients import GroupedBoundary, StagedProgram, StagedRun
+from onnxtrain.execute.early_gradients import GroupedBoundary, StagedRun
 from onnxtrain.torch_compat import autograd
 from onnxtrain.torch_compat.dynamo import untraced
 from onnxtrain.torch_compat.tensors import version_of
@@ -74,15 +72,8 @@ class _Call:
 
     def begin(self, ctx: Any, cotangents: list[torch.Tensor | None]) -> None:
         """Start a backward, of which no stage has run."""
-        given = _Given(cotangents)
-        if torch.is_grad_enabled():
-            begun = _Begun(given, differentiable_backward(ctx, cotangents, self.boundary.needs_grad[1:]))
-        else:
-            program, arguments, sizes = prepare_backward(ctx, cotangents, self.boundary.needs_grad)
-            assert isinstance(program, StagedProgram)
-            begun = _Begun(given, program.begin(arguments, sizes))
-        backward_id = autograd.current_backward()
-        self._begun[backward_id] = begun
+        given, backward_id = _Given(cotangents), autograd.current_backward()
+        self._begun[backward_id] = _Begun(given, self.boundary.begin(ctx, cotangents))
 
         def end() -> None:
             ended = self._begun.pop(backward_id)
