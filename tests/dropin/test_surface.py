@@ -362,7 +362,7 @@ def test_onnxruntime_itself_stays_the_stock_package() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("onnxruntime.no_such_module")
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(f"{TRAINING}_of_another")
+        importlib.import_module(f"{TRAINING}_api")
 
 
 def test_a_pickled_module_can_be_loaded() -> None:
