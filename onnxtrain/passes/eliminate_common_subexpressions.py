@@ -10,7 +10,10 @@ stay two. Kept apart are:
 * a backward node and a forward one: merged, the forward value would be saved for backward although the gradient rule
   recomputes it on purpose;
 * before differentiation, equal casts to a narrower type: merged, the gradients of their users would be accumulated in
-  the narrower type.
+  the narrower type;
+* before differentiation, equal nodes that an ATen node depends on. Merged, the gradients of their users would be added
+  before the gradient of the node instead of after it, which rounds differently: an operator of PyTorch in the graph
+  gives eager's gradients to the last bit.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxtrain.graph.alias import AliasSets
-from onnxtrain.graph.traversal import detach, replace
-from onnxtrain.graph.values import dtype_of, is_float
-from onnxtrain.ops import definition_of
+from onnxtrain.graph.traversal import detach, reads, replace
+from onnxtrain.graph.values import ATEN, dtype_of, is_float
+from onnxtrain.ops import NOT_DIFFERENTIABLE, definition_of
 from onnxtrain.passes.changes import Changes, counted
 
 
@@ -30,6 +33,7 @@ def eliminate_common_subexpressions(graph: ir.Graph, changes: Changes) -> None:
     """Merge equal nodes of `graph`."""
     first: dict[Any, ir.Node] = {}
     differentiated = any("gradient_of" in node.metadata_props for node in graph)
+    feeding_aten = set() if differentiated else _feeding_aten(graph)
     merged: list[ir.Node] = []
     sets = AliasSets(graph, definition_of)
     visible = {sets.root(output) for output in graph.outputs}  # memory that the caller receives
@@ -38,6 +42,8 @@ def eliminate_common_subexpressions(graph: ir.Graph, changes: Changes) -> None:
             continue
         equal = first.setdefault(_key(node), node)
         if equal is node or any(new.is_graph_output() for new in node.outputs):
+            continue
+        if not feeding_aten.isdisjoint((*node.outputs, *equal.outputs)):
             continue
         own, shared = {sets.root(v) for v in node.outputs}, {sets.root(v) for v in equal.outputs}
         if own & visible and own != shared:
@@ -51,6 +57,17 @@ def eliminate_common_subexpressions(graph: ir.Graph, changes: Changes) -> None:
     graph.remove(merged)
     if merged:
         changes.applied.append(f"merged {counted(len(merged), 'duplicate node')}")
+
+
+def _feeding_aten(graph: ir.Graph) -> set[ir.Value]:
+    """Return the floating-point values that an ATen node depends on differentiably."""
+    values: set[ir.Value] = set()
+    for node in reversed(graph):
+        if definition_of(node).gradient is NOT_DIFFERENTIABLE:
+            continue
+        if node.domain == ATEN or not values.isdisjoint(node.outputs):
+            values.update(v for v in reads(node) if is_float(dtype_of(v)))
+    return values
 
 
 def _narrows(node: ir.Node) -> bool:

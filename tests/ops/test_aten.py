@@ -345,3 +345,50 @@ def test_operators_without_a_form_are_logged_and_warn_only_where_graphs_are_save
     assert "Calls calls operators without an ONNX form: aten::i0" in caplog.text
     with pytest.warns(UserWarning, match="aten::i0.* a file of the graph runs in onnxtrain only"):
         ORTModule(model, save_graphs=tmp_path / "model")(torch.randn(2, 6))
+
+
+class Shares(nn.Module):
+    """Operators without a conversion read one input, activation and parameter, between ops with a conversion."""
+
+    def __init__(self, calls: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...], chained: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = nn.Parameter(torch.randn(6, 4))
+        self.calls, self.chained = calls, chained
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results: list[torch.Tensor] = []
+        for call in self.calls:
+            shared = results[-1] if results and self.chained else self.linear(x)  # equal nodes, if not chained
+            results.append(call(shared.tanh(), self.factor) + x)
+        return self.linear(sum(results))  # type: ignore[no-any-return]
+
+
+WITHOUT_CONVERSION = (
+    lambda a, b: torch.linalg.svdvals(a) * b,
+    lambda a, b: torch.linalg.det(a[:4] + b[:4]) * b,
+    lambda a, b: torch.special.i0(a) * b,
+    lambda a, b: torch.lgamma(a * b),
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "chained"),
+    [
+        (4, False),
+        pytest.param(4, True, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_operators_that_share_values_have_eagers_gradients_to_the_last_bit(count: int, chained: bool) -> None:
+    module = Shares(WITHOUT_CONVERSION[:count], chained)
+    ours, x = ORTModule(copy.deepcopy(module)), torch.randn(6, 4)
+    cotangent, gradients = torch.randn(6, 4), []
+    for model in (module, ours):
+        taken = x.clone().requires_grad_()
+        y = model(taken)
+        gradients.append((y, *torch.autograd.grad(y, [taken, *model.parameters()], cotangent)))
+    assert len(operators(ours)) >= count
+    assert [torch.equal(a, b) for a, b in zip(*gradients, strict=True)] == [True] * 5
