@@ -121,6 +121,62 @@ def test_other_random_numbers_are_eagers(name: str) -> None:
         compare.train(*sizes)
 
 
+class LayerDrop(nn.Module):
+    """Sample a number for each layer, also if no layer is ever dropped, as BART does before transformers 5.18."""
+
+    def __init__(self, layerdrop: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layerdrop = layerdrop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.training:
+                sample = torch.rand([])
+                if sample < self.layerdrop:
+                    continue
+            x = F.dropout(layer(x), 0.2, self.training)
+        return x
+
+
+@pytest.mark.parametrize("layerdrop", [0.0, 1.0])
+def test_layers_that_are_never_or_always_dropped_sample(layerdrop: float) -> None:
+    with compared(ZooModel("layerdrop", lambda: LayerDrop(layerdrop), sequences, mean_square)) as compare:
+        compare.train(3, 4)
+        compare.train(2, 5)
+
+
+def changed_by_a_view(x: torch.Tensor) -> torch.Tensor:
+    sample = torch.rand([])
+    sample.view(1).sub_(9)
+    return x if sample < 0.0 else -x
+
+
+COMPARED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "changed by a view": changed_by_a_view,
+    "normal": lambda x: x if torch.randn([]) < 0.0 else -x,
+    "between": lambda x: x if torch.rand([]) < 0.1 else -x,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["changed by a view", *(pytest.param(n, marks=pytest.mark.slow) for n in ("normal", "between"))]
+)
+def test_comparisons_of_samples_that_vary_are_no_part_of_a_graph(name: str) -> None:
+    entry = ZooModel(name, lambda: Function(COMPARED[name]), sequences, mean_square, falls_back="data-dependent")
+    with compared(entry) as compare:
+        for _ in range(3):
+            compare.train(3, 4)
+
+
+def test_a_layerdrop_that_changes_is_captured_again() -> None:
+    module = LayerDrop(0.0)
+    ours, x = ORTModule(module, rng="torch", fallback_policy="FALLBACK_DISABLE"), torch.randn(5, WIDTH)
+    assert not torch.equal(ours(x), x)
+    module.layerdrop = 1.0
+    assert torch.equal(ours(x), x)
+
+
 class OnlySometimes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental import proxy_tensor
 
 from onnxtrain.capture import source_location
+from onnxtrain.capture.guards.sample_ranges import certain_answer
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.node import TORCH_OP
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
@@ -105,6 +106,9 @@ class ElementDecisions:
         """Replace `bool(tensor)`."""
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.shape.numel() != 1:
             return bool(_TENSOR_BOOL(tensor))
+        certain = certain_answer(tensor)
+        if certain is not None:
+            return certain
         if self._next == len(self.answered):
             self.is_undecided, self._where = True, source_location.of_caller() or ""
             raise UndecidedError(tensor)
