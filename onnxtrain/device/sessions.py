@@ -162,11 +162,16 @@ class ArtifactMetadata:
 
 @dataclass(frozen=True)
 class TensorType:
-    """The dtype and shape of a graph input."""
+    """The dtype and shape of a graph input; of a sequence or an optional, the type as onnxruntime writes it."""
 
     name: str
     dtype: str
     shape: tuple[int | str | None, ...]
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the input is a tensor."""
+        return not _holds_tensors(self.dtype)
 
     def takes(self, dtype: str, shape: Sequence[int]) -> bool:
         """Return whether a tensor of this dtype and shape can be fed."""
@@ -205,8 +210,8 @@ class Graph:
             self.metadata = _metadata(self._session, self.path, kind)
         self.types = dict(_types(self._session.get_inputs(), self.metadata.sequences))
         self.outputs = [name for name in self.metadata.outputs if name not in self.metadata.updates]
-        texts = any(arg.dtype == "object" for arg in self.types.values())
-        self._binds = not texts and not self.metadata.sequences
+        self._binds = not self.metadata.sequences and all(map(_can_be_bound, self._session.get_inputs()))
+        self._binds &= not any(_holds_tensors(arg.type) for arg in self._session.get_outputs())
         self._binding = self._session.io_binding()
         self._bound: dict[str, Buffer] = {}
         self._reset_outputs()  # bound first, to be the first results
@@ -237,11 +242,12 @@ class Graph:
         element = value.element_type() if buffer.dtype == "bfloat16" else np.dtype(buffer.dtype).type
         return self._device.kind, self._device.index, element, [chunks, size // chunks], value.data_ptr()
 
-    def run(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
+    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
         """Run the graph, update bound memory in place, and return `outputs` in new memory on the CPU.
 
         Args:
-            feeds: the inputs that are not bound. Arrays are not copied.
+            feeds: the inputs that are not bound: arrays, which are not copied, or OrtValues; for a sequence a list of
+                arrays, for an optional a value or None.
 
         Raises:
             TrainingError: onnxruntime failed. Bound memory may be partially updated.
@@ -251,12 +257,14 @@ class Graph:
         except _ORT_ERRORS as error:
             raise TrainingError("onnxruntime could not run the graph.", str(self.path), got=error) from error
 
-    def check(self, feeds: Mapping[str, Array | OrtValue]) -> None:
-        """Raise TrainingError if a feed has the wrong dtype or shape, or two have inconsistent dimensions."""
+    def check(self, feeds: Mapping[str, Any]) -> None:
+        """Raise TrainingError if a tensor has the wrong dtype or shape, or two have inconsistent dimensions."""
         sizes: dict[str, tuple[int, str]] = {}
         for name, feed in feeds.items():
-            dtype, shape = _dtype_and_shape(feed)
             expected = self.types[name]
+            if not expected.is_tensor:
+                continue  # onnxruntime checks it
+            dtype, shape = _dtype_and_shape(feed)
             if not expected.takes(dtype, shape):
                 problem = f"The input {name!r} has the wrong dtype or shape."
                 raise TrainingError(problem, str(self.path), expected, f"{dtype} {shape}", "Convert it first.")
@@ -280,8 +288,8 @@ class Graph:
         results = self._binding.get_outputs_as_ortvaluevector()
         return [OrtValue(results[index]) for index in range(len(self.outputs))]
 
-    def _run_on_arrays(self, feeds: Mapping[str, Array | OrtValue]) -> list[Array | OrtValue]:
-        """Run a graph that onnxruntime cannot bind from Python, for its strings or sequences: updates are copied."""
+    def _run_on_arrays(self, feeds: Mapping[str, Any]) -> list[Any]:
+        """Run a graph that onnxruntime cannot bind from Python (strings, sequences, optionals): updates are copied."""
         sequences = self.metadata.sequences
         inside = {name for names in sequences.values() for name in names}
         bound: dict[str, Any] = {name: buffer.value for name, buffer in self._bound.items() if name not in inside}
@@ -356,6 +364,15 @@ def _dtype_and_shape(feed: Array | OrtValue) -> tuple[str, tuple[int, ...]]:
     if isinstance(feed, OrtValue):
         return numpy_name(feed.data_type()), tuple(feed.shape())
     return dtype_name(feed), feed.shape
+
+
+def _holds_tensors(onnx_type: str) -> bool:
+    """Return whether a type is a sequence, an optional or another container."""
+    return onnx_type.startswith(("seq(", "optional(", "map("))
+
+
+def _can_be_bound(arg: Any) -> bool:
+    return arg.type != "tensor(string)" and not _holds_tensors(arg.type)
 
 
 def _types(args: Sequence[Any], sequences: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, TensorType]]:

@@ -60,11 +60,12 @@ class Module:
         """Run one step. In training mode, gradients accumulate until the next reset.
 
         Args:
-            user_inputs: the inputs of the model and the loss, in the order of `input_names`, with exactly their dtypes.
+            user_inputs: the inputs of the model and the loss, in the order of `input_names`, with exactly their dtypes;
+                for a sequence a list of arrays, for an optional a value or None.
 
         Returns:
             The outputs in the order of `output_names`; a single one is not in a tuple. They are arrays, or OrtValues if
-            all inputs are.
+            all inputs are; a sequence is a list of arrays.
 
         Raises:
             TrainingError: the number, dtype or shape of inputs is wrong; there is no eval graph; the state is nominal
@@ -171,7 +172,7 @@ class Module:
             message = "The call has the wrong number of inputs."
             raise TrainingError(message, str(graph.path), ", ".join(names), f"{len(user_inputs)} inputs")
         for name, value in zip(names, user_inputs, strict=True):
-            if not isinstance(value, np.ndarray | np.generic | OrtValue):
+            if graph.types[name].is_tensor and not isinstance(value, np.ndarray | np.generic | OrtValue):
                 got = type(value).__name__
                 raise TypeError(f"the input {name!r} must be a numpy array or an OrtValue, not {got}: use np.asarray")
         return [np.asarray(value) if isinstance(value, np.generic) else value for value in user_inputs]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnxruntime as ort
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.device import checkpoint
@@ -80,6 +81,62 @@ def test_strings_as_inputs_and_outputs(tmp_path: Path) -> None:
     assert state.parameters["w"].grad == 1
     with pytest.raises(TrainingError, match=r"(?s)'words' has the wrong dtype or shape.*object \(n\).*int64 \(1,\)"):
         module(np.array([1]))
+
+
+def containers(folder: Path) -> None:
+    """The loss is w times the sum of the parts, and of the extra part if there is one; the parts are given back."""
+    g = Sketch()
+    parts = helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, ["n"]))
+    extra = helper.make_optional_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, ["m"]))
+    g.inputs += [helper.make_value_info("parts", parts), helper.make_value_info("extra", extra)]
+    g.add("ConcatFromSequence", "parts", "joined", axis=0)
+    g.add("ReduceSum", "joined", "total", keepdims=0)
+    g.add("OptionalHasElement", "extra", "has_extra")
+    value = [helper.make_node("OptionalGetElement", ["extra"], ["value"])]
+    value.append(helper.make_node("ReduceSum", ["value"], ["more"], keepdims=0))
+    more, none = (helper.make_tensor_value_info(name, TensorProto.FLOAT, []) for name in ("more", "none"))
+    zero = [helper.make_node("Constant", [], ["none"], value_float=0.0)]
+    g.add(
+        "If",
+        "has_extra",
+        "added",
+        then_branch=helper.make_graph(value, "then", [], [more]),
+        else_branch=helper.make_graph(zero, "else", [], [none]),
+    )
+    g.add("Add", "total added", "d_w")
+    g.add("Mul", "d_w w", "loss")
+    g.add("SequenceConstruct", "joined d_w", "both")
+    g.give("loss", [])
+    g.outputs.append(
+        helper.make_value_info(
+            "both", helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+        )
+    )
+    finish(g, TensorProto.FLOAT, folder / "training_model.onnx", ["parts", "extra"], ["loss", "both"])
+    content = checkpoint.Checkpoint({"w": np.float32(2).reshape(())}, {"w"})
+    checkpoint.save(content, folder / "checkpoint")
+
+
+def test_sequences_and_optionals_as_inputs_and_outputs(tmp_path: Path) -> None:
+    containers(tmp_path)
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(tmp_path / "training_model.onnx", state)
+    one, two = np.array([1, 2], np.float32), np.array([4], np.float32)
+    loss, both = module([one, two], None)
+    assert loss == 14
+    assert [part.tolist() for part in both] == [[1, 2, 4], 7]
+    loss, _ = module([one], two)
+    assert loss == 14
+    assert state.parameters["w"].grad == 14
+    with pytest.raises(TrainingError, match=r"(?s)could not run the graph.*training_model"):
+        module([one.astype(np.int64)], None)
+    assert state.parameters["w"].grad == 14
+
+
+def test_an_ortvalue_of_strings_is_what_onnxruntime_cannot_create() -> None:
+    """If it can one day, strings need no path of their own."""
+    with pytest.raises(RuntimeError, match="non-string"):
+        ort.OrtValue.ortvalue_from_numpy(np.array(["one"]))
 
 
 def halves(folder: Path, dtype: np.dtype, kind: int) -> None:
