@@ -4,6 +4,8 @@ python -m tests.model_sweep                       all of them
 python -m tests.model_sweep --only Gpt2 Bert      those whose names contain one of these
 python -m tests.model_sweep --every 3             each third
 python -m tests.model_sweep --write               all, and the page of the documentation from their outcomes
+python -m tests.model_sweep --keep --only Gpt2    replace the outcomes of these in the file, which keeps all others;
+                                                  with --write, also the page, once the file has all classes
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import transformers
@@ -24,8 +26,6 @@ from benchmarks.machine import measured_commit
 from tests.model_sweep.catalog import entries
 from tests.model_sweep.isolated import isolated
 from tests.model_sweep.page import PAGE, page, read_outcomes
-
-_ROOT = Path(__file__).parents[2]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,25 +36,30 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--limit", type=float, default=240, help="seconds a class may take")
     parser.add_argument("--out", type=Path, default=Path("build/model-sweep.jsonl"), help="the outcomes, one a line")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(_ROOT)}")
+    parser.add_argument("--keep", action="store_true", help="keep the outcomes of all other classes in the file")
+    parser.add_argument("--write", action="store_true", help="write docs/reference/models.md")
     options = parser.parse_args(arguments)
-    if options.write and (options.only or options.every != 1):
-        parser.error("--write needs all classes: leave out --only and --every")
-    chosen = [e for e in entries() if not options.only or any(part.lower() in e.name.lower() for part in options.only)]
+    every = entries()
+    chosen = [e for e in every if not options.only or any(part.lower() in e.name.lower() for part in options.only)]
     chosen = chosen[:: options.every]
+    kept = read_outcomes(options.out) if options.keep and options.out.exists() else []
+    missing = {e.name for e in every} - {e.name for e in chosen} - {outcome.entry.name for outcome in kept}
+    if options.write and missing:
+        parser.error(f"--write needs all classes, and {len(missing)} have no outcome, such as {min(missing)}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     counts: collections.Counter[str] = collections.Counter()
-    with ThreadPoolExecutor(options.jobs) as threads, options.out.open("w") as file:
+    commit = measured_commit()
+    with ThreadPoolExecutor(options.jobs) as threads, options.out.open("a" if options.keep else "w") as file:
         for outcome in threads.map(lambda entry: isolated(entry, options.limit), chosen):
             counts[outcome.kind] += 1
-            file.write(json.dumps(asdict(outcome)) + "\n")
+            file.write(json.dumps(asdict(replace(outcome, commit=commit))) + "\n")
             file.flush()
             first = f"{outcome.first_s:6.2f} s" if outcome.first_s else "        "
             number = sum(counts.values())
             _say(f"{number:4} {outcome.kind:8} {first} {outcome.entry.name}  {outcome.detail}")
     _say(str(dict(counts)))
     if options.write:
-        PAGE.write_text(page(read_outcomes(options.out), measured_commit(), transformers.__version__), encoding="utf-8")
+        PAGE.write_text(page(read_outcomes(options.out), transformers.__version__), encoding="utf-8")
     return int(any(counts[kind] for kind in ("wrong", "error", "crash", "hang")))
 
 

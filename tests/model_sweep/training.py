@@ -39,6 +39,7 @@ class Outcome:
         first_s: seconds of the first training step.
         eager_first_s: eager's.
         captures: how many graphs were captured for the calls in train mode.
+        commit: the commit that was run.
     """
 
     entry: Entry
@@ -47,6 +48,7 @@ class Outcome:
     first_s: float = 0.0
     eager_first_s: float = 0.0
     captures: int = 0
+    commit: str = ""
 
 
 def trained(entry: Entry) -> Outcome:
