@@ -32,10 +32,12 @@ from onnxtrain.graph.values import dtype_of, rank_of
 from onnxtrain.ops import OpDef, definition_of
 from onnxtrain.ops.definition import DEVICE, Call, Infix, InPlaceCapableCall, Kernel, Method, Property
 from onnxtrain.ops.dtypes import TORCH_DTYPES
+from onnxtrain.ops.interfaces.host_reads import HOST_READS
 from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import in_place_inputs, last_uses
+from onnxtrain.plan.streams import Phase, number_source, steps
 from onnxtrain.torch_compat import dispatch
 from onnxtrain.torch_compat.operators import OpOverload, direct_call
 
@@ -181,6 +183,7 @@ class _Writer:
             *self.namespace,
         }
         self._lines: list[str] = []
+        self._pending: dict[ir.Node, str] = {}  # the local with the number that it reads
         self._last = last_uses(part)
         self._overwritten = in_place_inputs(part, self._last, self._kernels)
 
@@ -205,8 +208,12 @@ class _Writer:
         if unread:
             self._line(f"del {', '.join(unread)}")
         fused_nodes = {node for call in self._fused_calls.values() for node in call.part.nodes}
-        for position, node in enumerate(part.nodes):
-            if node in self._fused_calls:
+        positions = {node: position for position, node in enumerate(part.nodes)}
+        for node, phase in steps(part):
+            position = positions[node]
+            if phase is Phase.START_READ:
+                self._start_read(node)
+            elif node in self._fused_calls:
                 self._fused_call(self._fused_calls[node], position)
             elif node not in fused_nodes:
                 self._node(node, position)
@@ -252,6 +259,8 @@ class _Writer:
             self._tensor_node(node, definition)
         dead = [v for v in dict.fromkeys(node.inputs) if v is not None and self._is_last_use(v, position)]
         names = [str(self._names.pop(v)) for v in dead if v in self._names]
+        if node in self._pending:
+            names.append(self._pending.pop(node))
         if any(v not in self._last for v in node.outputs) and not self._part.host.issuperset(node.outputs):
             names.append("_")
         if names:
@@ -298,6 +307,15 @@ class _Writer:
         self._line(f"{name} = {computed.source}")
         return HostInt(name)
 
+    def _start_read(self, node: ir.Node) -> None:
+        """Launch the copy of the number that a later node reads."""
+        value, read = number_source(node), HOST_READS.of(node)
+        assert read is not None
+        pending = self._pending[node] = self._fresh("pending")
+        self._line(
+            f"{pending} = {self._global('start_read', read.start)}({self._tensor(value)})", comment=_origin(node)
+        )
+
     def _tensor_node(self, node: ir.Node, definition: OpDef) -> None:
         kernel = self._kernels[node]
         view = definition.view(node)
@@ -305,6 +323,8 @@ class _Writer:
         if self._layout is not None:
             arguments = self._layout.convert_arguments(node, arguments)
         call = kernel.lower(view, *arguments)
+        if node in self._pending and (read := HOST_READS.of(node)) is not None:
+            call = Call(read.finish, _Ref(self._tensor(number_source(node))), _Ref(self._pending[node]))
         if node in self._overwritten:
             call = _in_place(call) or call
         targets = [self._name(v) if v in self._last else "_" for v in node.outputs]

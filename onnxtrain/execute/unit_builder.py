@@ -26,6 +26,7 @@ from onnxtrain.execute.reused_memory import reuse_memory
 from onnxtrain.log import LOG
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.options import Options
+from onnxtrain.plan import streams
 from onnxtrain.plan.backward_stages import (
     Groups,
     group_gradients,
@@ -76,6 +77,7 @@ class UnitBuilder:
 
     def program(self, part: Part, title: str) -> Program:
         """Return the program of a part; it may be recorded, fused or compiled while it is in use."""
+        part = streams.scheduled(part, self.device.type)
         program = self._program(part, title, self.layout)
         is_recorded = self.recordings is not None and self.recordings.watch(program) is not None
         if is_recorded or not may_compile_in_background(self.options):

@@ -22,8 +22,7 @@ from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.sizes import Size
 from onnxtrain.graph.values import TensorType, dtype_of, rank_of, set_type
 from onnxtrain.ops import Effects, definition_of
-from onnxtrain.ops.definition import numel
-from onnxtrain.ops.interfaces.cost import flops_of
+from onnxtrain.ops.interfaces.cost import MATMUL_FLOPS, flops_of, flops_per_element
 from onnxtrain.ops.reshape.dims import expanded, inverse, transposed, unsqueezed
 from onnxtrain.ops.reshape.rows import permutation_to_front
 from onnxtrain.passes.rewriting import nodes_before
@@ -93,17 +92,7 @@ class Region:
 
     def has_matmuls(self) -> bool:
         """Return whether any of the nodes is a matmul, which is worth copying the rows, forward and backward."""
-        return any(_flops_per_element(node) >= _MATMUL_FLOPS for node in self.nodes)
-
-
-_MATMUL_FLOPS = 16  # per output element: a norm takes 8, a matmul with an inner dimension of 8 takes 16
-_NOMINAL_SIZE = 64  # assumed for symbolic dimensions: those of the rows cancel out
-
-
-def _flops_per_element(node: ir.Node) -> float:
-    flops, elements = flops_of(node), numel(node.outputs[0])
-    symbol_values = dict.fromkeys(sizes.symbols(flops) | sizes.symbols(elements), _NOMINAL_SIZE)
-    return sizes.evaluate(flops, symbol_values) / max(1, sizes.evaluate(elements, symbol_values))
+        return any(flops_per_element(node) >= MATMUL_FLOPS for node in self.nodes)
 
 
 def region_before(

@@ -32,6 +32,7 @@ class Part:
         sizes_out: dimensions, as Python ints.
         host: the values of the whole graph that are Python ints.
         num_user_outputs: how many of the outputs, from the first, are returned to the user.
+        early_reads: nodes that read a number from the device, whose copy is launched before they run (`streams`).
     """
 
     nodes: tuple[ir.Node, ...]
@@ -41,6 +42,7 @@ class Part:
     sizes_out: tuple[ir.Value, ...]
     host: frozenset[ir.Value]
     num_user_outputs: int
+    early_reads: frozenset[ir.Node] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from onnxtrain.ops.body_parts import cast, int64_vector
 from onnxtrain.ops.definition import REQUIRED, Call, Effects, Kernel, NodeView
 from onnxtrain.ops.index.accumulate import add_in_order, add_to_zeros, are_adjacent, aten_indices
 from onnxtrain.ops.interfaces.element_formulas import ELEMENT_FORMULAS, Affine, Formula, FormulaOf, affine, broadcast
+from onnxtrain.ops.interfaces.host_reads import HOST_READS, HostRead, PendingInt
 from onnxtrain.ops.reshape.dims import expanded, inverse, moved, transposed, unsqueezed
 from onnxtrain.ops.reshape.movement import axis_names, define_movement, format_axis_map
 from onnxtrain.ops.reshape.rows import zeros
@@ -344,6 +345,10 @@ def _nonzero(x: torch.Tensor) -> torch.Tensor:
     return torch.nonzero(x).t()
 
 
+def _counted(x: torch.Tensor, count: PendingInt) -> torch.Tensor:
+    return torch.nonzero_static(x, size=count.result()).t()
+
+
 def _capture_nonzero(op: Builder, x: ir.Value) -> Any:
     count, rank = op.out[0].shape
     if not rank:
@@ -370,3 +375,4 @@ NON_ZERO = define_movement(
     },
     effects=Effects.HOST_SYNC,
 )
+HOST_READS.register(NON_ZERO, HostRead("x", lambda x: PendingInt(torch.count_nonzero(x)), _counted))
