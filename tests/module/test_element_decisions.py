@@ -108,3 +108,31 @@ def test_decisions_that_depend_on_more_than_the_arguments_are_refused(module: nn
     assert refused.value.where is not None
     assert __file__ in refused.value.where
     assert got in str(refused.value.got)
+
+
+class Repeats(nn.Module):
+    def forward(self, x: torch.Tensor, times: torch.Tensor | int) -> torch.Tensor:
+        for _ in range(int(times)):
+            x = x * 2
+        return x
+
+
+class Counts(nn.Module):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return x * torch.bincount(ids, minlength=4)
+
+
+@pytest.mark.parametrize(
+    ("module", "values", "says"),
+    [(Repeats(), torch.tensor(3), "pass a number that Python needs as an int"), (Counts(), torch.arange(3), "one_hot")],
+)
+def test_a_number_that_only_elements_tell_is_refused_with_an_alternative(
+    module: nn.Module, values: torch.Tensor, says: str
+) -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(CaptureError, match=says):
+        ORTModule(module, **DISABLED)(x, values)
+    with pytest.warns(UserWarning, match="runs in PyTorch"):
+        assert torch.equal(ORTModule(module, pieces=False)(x, values), module(x, values))
+    if isinstance(module, Repeats):
+        assert torch.equal(ORTModule(module, **DISABLED)(x, 3), module(x, 3))

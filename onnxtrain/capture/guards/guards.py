@@ -206,7 +206,8 @@ class Guards:
             raise CaptureError(
                 "the graph would be valid only for certain numbers of selected elements",
                 got=reason,
-                todo="the module runs in PyTorch; compute on all elements with a mask instead of selecting some",
+                todo="the module runs in PyTorch; compute on all elements with a mask instead of selecting some, "
+                "or use an op whose result has a fixed size, such as one_hot(x, n).sum(0) for bincount",
             )
 
     def same_graph(self, other: Guards) -> bool:
