@@ -58,3 +58,24 @@ def test_attention_is_one_kernel_in_each_direction(name: str) -> None:
         assert sum("attention" in operator for operator in launches.counts()) == 1
         products = [k for k in launches.kernels if k.operator in ("mm", "bmm", "addmm", "baddbmm")]
         assert {dtype for k in products for dtype in k.reads} == {torch.bfloat16}
+
+
+def test_labels_are_counted_before_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for the count, and not for the layers."""
+
+    class Pending:
+        def __init__(self, number: torch.Tensor) -> None:
+            assert number.numel() == 1
+
+        def result(self) -> int:
+            return 600
+
+    monkeypatch.setattr("onnxtrain.ops.index.advanced_indexing.PendingInt", Pending)
+    make, inputs = MODELS["bert"]
+    found = onnxtrain_step(
+        lambda: make(1, 0.1).to(torch.bfloat16), inputs, skip_padding="never", keep_outputs=("loss",)
+    )
+    operators = [kernel.operator for kernel in found.forward.kernels]
+    assert not found.forward.waits()
+    assert operators.index("count_nonzero") < operators.index("embedding")
+    assert operators.index("nonzero_static") > operators.index("addmm")
