@@ -1,4 +1,4 @@
-"""Models of transformers with mechanisms of their own train as one graph: two sizes, and in eval mode."""
+"""Models of transformers with mechanisms of their own equal eager PyTorch: two sizes, and in eval mode."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from tests.model_sweep.training import trained
 
 # The class, and its mechanism.
 MODELS = {
+    "BambaForCausalLM": "layers of Mamba 2 and of attention",
+    "Gemma4UnifiedForCausalLM": "heads of two widths, a window in every second layer",
     "HubertForCTC": "masks of spans that numpy samples in forward, of the lengths that the graph computes",
-    "UniSpeechForCTC": "the same, before a quantizer",
-    "Wav2Vec2ForCTC": "the same, with an adapter",
+    "JetMoeForCausalLM": "experts of attention and of the feed-forward layer, by the number of selected tokens",
+    "MiniMaxForCausalLM": "lightning attention, and experts",
+    "MobileNetV1ForImageClassification": "depthwise convolutions and batch norms",
+    "PegasusXForConditionalGeneration": "blocks of local attention with global tokens",
+    "Qwen2MoeForCausalLM": "experts beside a shared one",
+    "UniSpeechForCTC": "masks of spans that numpy samples, before a quantizer",
+    "Wav2Vec2ForCTC": "masks of spans that numpy samples, with an adapter",
 }
+
+
+# The class, and a part of the reason.
+IN_PIECES = {"LEDForConditionalGeneration": "data-dependent"}  # the number of tokens with global attention
 
 
 @pytest.mark.slow
@@ -20,3 +31,11 @@ MODELS = {
 def test_trains_as_one_graph(name: str) -> None:
     outcome = trained(next(entry for entry in entries() if entry.name == name))
     assert (outcome.kind, outcome.detail) == ("graph", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_trains_in_pieces(name: str) -> None:
+    outcome = trained(next(entry for entry in entries() if entry.name == name))
+    assert outcome.kind == "pieces"
+    assert IN_PIECES[name] in outcome.detail
