@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of, is_float
 from onnxtrain.ops import builder, view
-from onnxtrain.ops.attention.masks import causal_mask, causal_visibility, is_causal_mask
+from onnxtrain.ops.attention.masks import causal_mask, causal_visibility, covers_scores, is_causal_mask
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.arithmetic import number_of
 from onnxtrain.ops.elementwise.selection import WHERE
@@ -43,7 +43,9 @@ def simplify_attention_masks(graph: ir.Graph, changes: Changes) -> None:
                 if name in n.definition.slots and getattr(n, name) is not None:
                     node.replace_input_with(n.definition.slots[name].position, None)
             dropped += 1
-        elif is_causal_mask(n.mask) or (visible is not None and _is_causal(visible)):
+        elif covers_scores(n.mask, n.q, n.k) and (
+            is_causal_mask(n.mask, n.q, n.k) or (visible is not None and _is_causal(visible))
+        ):
             causal += _make_causal(graph, n, slot.position)
     if dropped:
         changes.applied.append(f"dropped {counted(dropped, 'mask')} of attention that hide nothing")
@@ -84,7 +86,7 @@ def _make_causal(graph: ir.Graph, n: NodeView, position: int) -> bool:
         n.node.replace_input_with(position, None)
         n.node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
         return True
-    if is_causal_mask(n.mask):
+    if is_causal_mask(n.mask, n.q, n.k):
         return False
     op = builder(graph)
     rows, columns = sizes.dims_of(n.q)[-2], sizes.dims_of(n.k)[-2]

@@ -76,6 +76,10 @@ OTHERS: dict[str, Mask] = {
     "even": lambda x: columns(x) * 2 <= rows(x) * 2 + 1,
     "other offset": lambda x: torch.arange(1, x.shape[1] + 1) <= rows(x) + 1 + (rows(x) * 0).sum(),
     "first columns": lambda x: (columns(x) <= 3).expand(x.shape[1], -1),
+    "one row for all": lambda x: torch.ones(1, x.shape[1], dtype=torch.bool).tril(),
+    "one row for all, additive": lambda x: torch.zeros(1, x.shape[1]).masked_fill(columns(x) > 0, -torch.inf),
+    "one row for all, of positions": lambda x: columns(x) <= torch.arange(1)[:, None],
+    "one constant row for all": lambda x: torch.tensor([[0.0] + [-torch.inf] * 8])[:, : x.shape[1]],
     "by element": lambda x: (x[:, None, None, :, 0] > -1e9) & (columns(x) <= rows(x)),
 }
 

@@ -33,14 +33,24 @@ def additive_mask(op: Builder, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
     return op.Where(mask, op.scalar(0.0, dtype), op.scalar(-math.inf, dtype))
 
 
-def is_causal_mask(mask: ir.Value | None) -> bool:
+def covers_scores(mask: ir.Value, q: ir.Value, k: ir.Value) -> bool:
+    """Return whether a mask has a row for each query and a column for each key: it broadcasts over neither."""
+    return sizes.dims_of(mask)[-2:] == (sizes.dims_of(q)[-2], sizes.dims_of(k)[-2])
+
+
+def is_causal_mask(mask: ir.Value | None, q: ir.Value, k: ir.Value) -> bool:
     """Return whether a mask is the causal one, additive or bool: a kernel with a causal flag need not read it."""
-    if mask is None or any(size != 1 for size in sizes.dims_of(mask)[:-2]):
+    return mask is not None and covers_scores(mask, q, k) and _is_lower_triangle(mask)
+
+
+def _is_lower_triangle(mask: ir.Value) -> bool:
+    """Return whether a mask lets row r see columns 0 to r, where r is a row of the mask itself."""
+    if any(size != 1 for size in sizes.dims_of(mask)[:-2]):
         return False
     array = constant_of(mask)
     if array is not None:
-        visible = np.tril(np.ones(array.shape[-2:], bool))
-        causal = visible if array.dtype == bool else np.where(visible, 0.0, -np.inf)
+        triangle = np.tril(np.ones(array.shape[-2:], bool))
+        causal = triangle if array.dtype == bool else np.where(triangle, 0.0, -np.inf)
         return array.size > 0 and bool((array == causal).all())
     node = mask.producer()
     if node is None:
@@ -48,7 +58,8 @@ def is_causal_mask(mask: ir.Value | None) -> bool:
     n = view(node)
     if n.definition is WHERE:
         branches = [None if v is None else number_of(v) for v in node.inputs[1:]]
-        return branches == [0.0, -math.inf] and is_causal_mask(node.inputs[0])
+        visible = node.inputs[0]
+        return visible is not None and branches == [0.0, -math.inf] and _is_lower_triangle(visible)
     if n.definition is not TRILU or len(node.inputs) > 1 or dtype_of(mask) != ir.DataType.BOOL:
         return False
     ones = n.x.producer()

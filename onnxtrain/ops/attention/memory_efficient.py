@@ -159,7 +159,8 @@ def _mask_and_scale(q: Tensor, k: Tensor, dropout: DropoutOptions | None) -> tup
 def _scores(n: NodeView, bias: Any, mask: Any, fill: Any) -> Call:
     """Return the score options of a node; a causal bias or mask becomes the flag `causal`."""
     fill_number = -math.inf if n.fill is None else number_of(n.fill)
-    causal_bias, causal_fill = is_causal_mask(n.bias), is_causal_mask(n.mask) and fill_number == -math.inf
+    causal_bias = is_causal_mask(n.bias, n.q, n.k)
+    causal_fill = is_causal_mask(n.mask, n.q, n.k) and fill_number == -math.inf
     bias, mask = None if causal_bias else bias, None if causal_fill else mask
     return Call(ScoreOptions, n.scale, bias, mask, fill, causal=causal_bias or causal_fill, safe=bool(n.safe))
 
