@@ -17,6 +17,7 @@ MODELS = {
     "MobileNetV1ForImageClassification": "depthwise convolutions and batch norms",
     "PegasusXForConditionalGeneration": "blocks of local attention with global tokens",
     "Qwen2MoeForCausalLM": "experts beside a shared one",
+    "Qwen3NextForCausalLM": "gated delta nets in chunks",
     "UniSpeechForCTC": "masks of spans that numpy samples, before a quantizer",
     "Wav2Vec2ForCTC": "masks of spans that numpy samples, with an adapter",
 }
