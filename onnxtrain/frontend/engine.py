@@ -27,11 +27,12 @@ from onnxtrain.capture.key.fast_path import FastPath, Missed, compile_fast_path
 from onnxtrain.capture.key.key import ModuleState, call_difference, environment, tensor_facts
 from onnxtrain.capture.key.recaptures import ChangingNumberError, ChangingStateError, Recaptures
 from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_tensorless_call
+from onnxtrain.capture.sharded.layout import gathered_bytes
 from onnxtrain.capture.sharded.parameters import local_tensors, taking_local_tensors
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.compile import compile_module
-from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, ORTModuleFallbackException
+from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, KernelError, ORTModuleFallbackException
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import Recorders
 from onnxtrain.execute.unit_builder import Rerun
@@ -342,6 +343,8 @@ class Engine:
         given = [*self._read(state), *tensors]
         inputs = local_tensors(given)
         rerun = _rerun(module, self._entry_point.in_torch, structure, captured)
+        if gathered_bytes(module):
+            rerun = _refuse_rerun
         twins = self._entry_point.twins.setdefault((environment(), mode, *map(tensor_facts, inputs)), [])
         twin = next((twin for twin in twins if twin.has_same_graph(captured)), None)
         if twin is not None:
@@ -449,7 +452,7 @@ class Engine:
 
         None if that is switched off, or no part of it can be captured.
         """
-        if self._entry_point.pieces is None or not self._options.pieces:
+        if self._entry_point.pieces is None or not self._options.pieces or gathered_bytes(self._module):
             return None
         # generate() fills a cache: PyTorch is faster than finding pieces. Each piece would change a parameter again.
         # Pieces of a module that changes would have to be found again.
@@ -466,6 +469,9 @@ class Engine:
 
     def _fallback(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> _Fallback:
         """Run the module in pieces or in PyTorch; raises the error if the policy forbids a fallback."""
+        if gathered_bytes(self._module):
+            error.add_note("The module cannot run in PyTorch instead, because shard_parameters has sharded it.")
+            raise error
         if not self._options.fallback_policy.covers(error):
             raise error
         graph = "as an ONNX graph" if pieces is None else "as one ONNX graph but in pieces that are graphs"
@@ -518,6 +524,13 @@ class _CalledBy(torch.nn.Module):
         super().__init__()
         self.module = module
         self.forward = run
+
+
+def _refuse_rerun(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise KernelError(
+        "create_graph=True runs the module again in PyTorch, which cannot compute with the shards of shard_parameters",
+        todo="call backward() or torch.autograd.grad() without create_graph",
+    )
 
 
 def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure, captured: Captured) -> Rerun:

@@ -17,6 +17,7 @@ import torch
 
 from onnxtrain.capture.export.patches import is_capturing
 from onnxtrain.capture.refusals import refuse_module
+from onnxtrain.capture.sharded.layout import gathered_bytes
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
 from onnxtrain.frontend.blocks import blocks_of, reason_of_hooks
 from onnxtrain.frontend.engine import Call
@@ -39,7 +40,8 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
         regional: True captures one graph for each repeated block (the layers of a transformer), False one graph of the
             whole model. "auto" captures the whole model, or blocks if several processes train the model together or
             blocks have hooks. It decides at the first call, and again once there is a process group or an engine such
-            as FSDP2 has wrapped the blocks. `report_of` gives the choice and the reason.
+            as FSDP2 has wrapped the blocks. `report_of` gives the choice and the reason. After
+            `shard_parameters`, "auto" is False.
         **options: any field of `onnxtrain.Options`.
 
     Returns:
@@ -74,6 +76,11 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
 
 
 def _install(model: torch.nn.Module, regional: Regional, settings: Options) -> None:
+    if gathered_bytes(model):
+        if regional is True:
+            where, todo = f"prepare({type(model).__name__}, regional=True)", "leave regional out"
+            raise OptionError("Sharded parameters need one graph.", where, "regional=False or 'auto'", "True", todo)
+        regional = False
     blocks = blocks_of(model)
     by_block, reason = _choose_regional(regional, model, blocks)
     if by_block:

@@ -73,6 +73,7 @@ def choose_within_budget(
     budget: int | float,
     mutated: Collection[ir.Value] = (),
     early: bool | None = False,
+    always: Collection[str] = (),
 ) -> RecomputeChoice:
     """Return the fastest of the tried choices whose predicted peak is within the budget.
 
@@ -82,16 +83,17 @@ def choose_within_budget(
         budget: bytes, or a share of the peak without a budget.
         mutated: inputs of the graph that forward mutates.
         early: whether gradients are released while backward runs; None: only if nothing else fits.
+        always: the names of values that are recomputed in any case.
 
     Raises:
         MemoryBudgetError: no choice fits; the error gives the smallest budget that can be met.
     """
-    search = _Search(parts, storages, mutated, bool(early))
+    search = _Search(parts, storages, mutated, bool(early), always)
     if isinstance(budget, float):
         budget = int(budget * search.keep_all.peak)
     choice = search.within(budget)
     if choice is None and early is None:
-        search = _Search(parts, storages, mutated, early=True)
+        search = _Search(parts, storages, mutated, True, always)
         choice = search.within(budget)
     if choice is None:
         raise MemoryBudgetError(
@@ -126,18 +128,23 @@ class _Search:
     """The choices tried so far.
 
     Attributes:
-        keep_all: the choice that recomputes nothing.
+        keep_all: the choice that recomputes nothing but what is recomputed in any case.
         least_peak: the smallest peak of all choices tried, in bytes.
     """
 
-    def __init__(self, parts: Cut, storages: Storages, mutated: Collection[ir.Value], early: bool) -> None:
+    def __init__(
+        self, parts: Cut, storages: Storages, mutated: Collection[ir.Value], early: bool, always: Collection[str]
+    ) -> None:
         self._parts, self._storages, self._early = parts, storages, early
         self._nodes = [n for n in parts.forward.nodes if not storages.host.issuperset(n.outputs)]
         self._seconds = {n: node_seconds(n, storages) for n in self._nodes}
         self._recomputable = recomputable_nodes(self._nodes, mutated)
         results = {v for v in parts.forward.outputs[: parts.forward.num_user_outputs] if v is not None}
-        self._bytes = {v: self._bytes_to_keep(v, results) for n in self._nodes for v in n.outputs}
-        self.keep_all = RecomputeChoice(frozenset(), 0.0, self._peak(parts), early)
+        self._always = {v for n in self._nodes for v in n.outputs if v.name in always}
+        self._bytes = {
+            v: 0 if v in self._always else self._bytes_to_keep(v, results) for n in self._nodes for v in n.outputs
+        }
+        self.keep_all = self._choice(set())
         self.least_peak = self.keep_all.peak
 
     def _peak(self, parts: Cut) -> int:
@@ -188,11 +195,14 @@ class _Search:
         """Return the choice at these prices."""
         nodes = self._cut(prices)
         values = {v for n in nodes for v in n.outputs if v not in replay_inputs(n) and v not in prices.kept}
-        peak = self._peak(predict_cut(self._parts, values))
-        self.least_peak = min(self.least_peak, peak)
-        return RecomputeChoice(
-            frozenset(str(v.name) for v in values), sum(self._seconds[n] for n in nodes), peak, self._early
-        )
+        choice = self._choice(values, sum(self._seconds[n] for n in nodes))
+        self.least_peak = min(self.least_peak, choice.peak)
+        return choice
+
+    def _choice(self, values: set[ir.Value], seconds: float = 0.0) -> RecomputeChoice:
+        values = values | self._always
+        peak = self._peak(predict_cut(self._parts, values) if values else self._parts)
+        return RecomputeChoice(frozenset(str(v.name) for v in values), seconds, peak, self._early)
 
     # The minimum cut
 

@@ -4,6 +4,7 @@ memory_budget_bytes                   the fastest choice that fits; per input si
 recompute other than cheap, none      the layers or subgraphs that it names, and the user's checkpoints
 the user's checkpoints                their contents
 recompute="cheap", the default        values that cost little more to recompute than to read from memory
+sharded parameters                    always also those that were gathered
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 import torch
@@ -28,6 +29,7 @@ from onnxtrain.plan.budget import bytes_allowed, choose_within_budget
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import cut
 from onnxtrain.plan.default_recompute import choose_by_default
+from onnxtrain.plan.gathered_parameters import gathered_again
 from onnxtrain.plan.independent_results import wants_stages
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice, choose_by_checkpoints
 from onnxtrain.plan.recompute_subgraphs import choose_by_options
@@ -118,6 +120,7 @@ def plan_memory(
     def storages(symbol_values: Mapping[str, int]) -> Storages:
         return Storages(joint.model.graph, symbol_values, device_type, layout)
 
+    always = gathered_again(joint)
     if options.memory_budget_bytes is not None:
         allowed, parts = bytes_allowed(options.memory_budget_bytes, inputs), cut(joint)
         # Gradients are released early if the option says so or nothing else fits, and backward can run in stages.
@@ -125,7 +128,7 @@ def plan_memory(
         early = False if why_not_staged(parts, views) else staged or None
         return MemoryPlan(
             joint,
-            lambda symbol_values: choose_within_budget(parts, storages(symbol_values), allowed, mutated, early),
+            lambda symbol_values: choose_within_budget(parts, storages(symbol_values), allowed, mutated, early, always),
             by_size=not isinstance(allowed, float),
             symbol_values=bind_symbols(joint.model.graph.inputs, inputs),
             always_report=True,
@@ -138,6 +141,7 @@ def plan_memory(
     if options.recompute not in ("cheap", "none"):
         by_default = choice.values
         choice, subgraphs = choose_by_options(
-            cut(joint), storages(symbol_values), options, mutated, checkpointed, by_default
+            cut(joint), storages(symbol_values), options, mutated, checkpointed | always, by_default
         )
+    choice = replace(choice, values=choice.values | always)
     return MemoryPlan(joint, lambda symbol_values: choice, subgraphs=subgraphs, symbol_values=symbol_values)

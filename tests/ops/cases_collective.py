@@ -31,6 +31,8 @@ CASES = [
     _of_one("AllReduce", **SUM),
     _of_one("AllGather", **IN_GROUP),
     _of_one("ReduceScatter", **IN_GROUP),
+    _of_one("GatherParameter", **IN_GROUP),
+    _of_one("ReduceGradient", **IN_GROUP),
     _of_one("CopyToGroup", **SUM),
     _of_one("LocalShard", **IN_GROUP),
     _of_one("ShareOfSum", size=1),

@@ -13,6 +13,15 @@ from onnxtrain.errors import CaptureError
 _DTENSOR = "torch.distributed.tensor"
 
 
+# Attribute of a module whose DTensor parameters forward gathers: the least number of bytes to communicate at once.
+GATHERED = "_onnxtrain_gathered"
+
+
+def gathered_bytes(module: torch.nn.Module) -> int:
+    """Return the value of GATHERED of a module or of one that it contains; 0 if there is none."""
+    return next((submodule.__dict__[GATHERED] for submodule in module.modules() if GATHERED in submodule.__dict__), 0)
+
+
 def is_sharded(tensor: object) -> bool:
     """Return whether a tensor is a DTensor."""
     return _DTENSOR in sys.modules and isinstance(tensor, dtensor_class())

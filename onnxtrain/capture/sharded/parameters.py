@@ -42,7 +42,7 @@ class ShardedParameters:
         """Let the module hold its local tensors."""
         locals_of: dict[int, Any] = {}
         for table, name, tensor, *_ in self._entries:
-            table[name] = locals_of.setdefault(id(tensor), _local_of(tensor))
+            table[name] = locals_of.setdefault(id(tensor), local_of(tensor))
         try:
             yield
         finally:
@@ -68,7 +68,8 @@ class ShardedParameters:
                 table[name] = local
 
 
-def _local_of(tensor: Any) -> torch.Tensor:
+def local_of(tensor: Any) -> torch.Tensor:
+    """Return the tensor of this rank of a DTensor, as a parameter if that is one."""
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local()
     if isinstance(tensor, torch.nn.Parameter):

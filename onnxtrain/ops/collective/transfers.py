@@ -44,7 +44,7 @@ NO_BODY = NoBody("it communicates with other processes")
 
 _LIBRARY = torch.library.Library("onnxtrain", "FRAGMENT")
 OPERATORS = torch.ops.onnxtrain
-_IN_GROUP = "int size, int rank, str group"
+IN_GROUP = "int size, int rank, str group"
 
 
 class Operator(NamedTuple):
@@ -72,12 +72,12 @@ class Operator(NamedTuple):
         return name
 
 
-def _gathered_type(n: NodeView) -> tuple[TensorType]:
+def gathered_type(n: NodeView) -> tuple[TensorType]:
     rows, *others = sizes.dims_of(n.x)
     return (TensorType(dtype_of(n.x), (sizes.multiply(n.size, rows), *others)),)
 
 
-def _shard_type(n: NodeView) -> tuple[TensorType]:
+def shard_type(n: NodeView) -> tuple[TensorType]:
     rows, *others = sizes.dims_of(n.x)
     return (TensorType(dtype_of(n.x), (sizes.floor_divide(rows, n.size), *others)),)
 
@@ -106,7 +106,7 @@ def _define(
             inputs=inputs,
             outputs=("y",),
             attributes=attributes,
-            from_torch={f"onnxtrain.{operator.define()}.default": partial(_capture, name, operator)},
+            from_torch={f"onnxtrain.{operator.define()}.default": capture_operator(name, operator)},
             shapes=shapes,
             body=NO_BODY,
             gradient=(Gradient(gradient, ()),),
@@ -119,6 +119,11 @@ def _define(
     )
     FLOPS.register(definition, lambda n: 0)
     return definition
+
+
+def capture_operator(name: str, operator: Operator) -> Callable[..., ir.Value]:
+    """Return the function that captures an operator as the op `name` of the same arguments."""
+    return partial(_capture, name, operator)
 
 
 def _capture(name: str, operator: Operator, op: Builder, *arguments: Any) -> ir.Value:
@@ -136,7 +141,7 @@ def _all_reduce(x: Tensor, reduction: str, size: int, group: str) -> Tensor:
     return functional_collectives.all_reduce(x.contiguous(), reduction, group)
 
 
-def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
+def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     if size == 1:
         return x.clone()
     return functional_collectives.all_gather_into_tensor(x.contiguous(), size, group)
@@ -191,7 +196,7 @@ def _same(x: Tensor, *arguments: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _gathered(x: Tensor, size: int, *arguments: Any) -> Tensor:
+def gathered_on_fakes(x: Tensor, size: int, *arguments: Any) -> Tensor:
     return x.new_empty((size * x.shape[0], *x.shape[1:]))
 
 
@@ -199,7 +204,7 @@ def _shard(x: Tensor, size: int, *arguments: Any) -> Tensor:
     return x.new_empty((x.shape[0] // size, *x.shape[1:]))
 
 
-_GROUP = {"size": REQUIRED, "rank": REQUIRED, "group": REQUIRED}
+GROUP = {"size": REQUIRED, "rank": REQUIRED, "group": REQUIRED}
 
 ALL_REDUCE = _define(
     "AllReduce",
@@ -211,19 +216,19 @@ ALL_REDUCE = _define(
 )
 ALL_GATHER = _define(
     "AllGather",
-    {**_GROUP, "equal_cotangents": 0},
-    _gathered_type,
+    {**GROUP, "equal_cotangents": 0},
+    gathered_type,
     _all_gather_gradient,
-    lambda n, x: Call(_all_gather, x, n.size, n.group),
-    Operator(f"all_gather(Tensor x, {_IN_GROUP}, int equal_cotangents)", _gathered),
+    lambda n, x: Call(all_gather, x, n.size, n.group),
+    Operator(f"all_gather(Tensor x, {IN_GROUP}, int equal_cotangents)", gathered_on_fakes),
 )
 REDUCE_SCATTER = _define(
     "ReduceScatter",
-    _GROUP,
-    _shard_type,
+    GROUP,
+    shard_type,
     _gathered_gradient,
     lambda n, x: Call(_reduce_scatter, x, n.size, n.group),
-    Operator(f"reduce_scatter(Tensor x, {_IN_GROUP})", _shard),
+    Operator(f"reduce_scatter(Tensor x, {IN_GROUP})", _shard),
 )
 WAIT = _define(
     "WaitCollective",
@@ -246,11 +251,11 @@ COPY_TO_GROUP = _define(
 )
 LOCAL_SHARD = _define(
     "LocalShard",
-    _GROUP,
-    _shard_type,
+    GROUP,
+    shard_type,
     _gathered_gradient,
     lambda n, x: Call(_local_shard, x, n.size, n.rank),
-    Operator(f"local_shard(Tensor x, {_IN_GROUP})", _shard),
+    Operator(f"local_shard(Tensor x, {IN_GROUP})", _shard),
     effects=Effects.NONE,
     aliases={0: 0},
 )

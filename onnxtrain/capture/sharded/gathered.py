@@ -1,0 +1,173 @@
+"""Capture a module whose parameters are sharded over data-parallel ranks: each is gathered where forward reads it.
+
+    before   shard ─GatherParameter─WaitCollective─> parameter        at the beginning of forward
+    after    ... shard ─GatherParameter─WaitCollective─> parameter    just before its first reader
+
+Forward computes with whole parameters, on the data of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxtrain.capture.sharded.layout import Group, Layout, dtensor_class, is_sharded
+from onnxtrain.capture.sharded.parameters import local_of
+from onnxtrain.errors import CaptureError
+from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph.values import dtype_of
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.collective.parameters import GATHER_PARAMETER
+from onnxtrain.ops.collective.transfers import OPERATORS, WAIT
+
+_TODO = "call shard_parameters on the whole module, after its last change"
+
+
+class GatheredParameters:
+    """The parameters that `shard_parameters` sharded, which a capture gathers from the ranks of one mesh.
+
+    Raises:
+        CaptureError: a parameter or buffer is laid out otherwise.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+        for submodule in module.modules():
+            table: dict[str, Any] = submodule._parameters
+            self._entries += [(table, name, tensor) for name, tensor in table.items() if is_sharded(tensor)]
+        self._group = _group_of(module)
+
+    @contextmanager
+    def as_local_tensors(self) -> Iterator[None]:
+        """Let the module hold its shards."""
+        locals_of: dict[int, Any] = {}
+        for table, name, tensor in self._entries:
+            table[name] = locals_of.setdefault(id(tensor), local_of(tensor))
+        try:
+            yield
+        finally:
+            for table, name, tensor in self._entries:
+                table[name] = tensor
+
+    @contextmanager
+    def as_values(self) -> Iterator[None]:
+        """Let forward see whole parameters, while the module holds the traced shards of an export."""
+        traced: list[torch.Tensor] = [table[name] for table, name, _ in self._entries]
+        gathered: dict[int, torch.Tensor] = {}
+        for (table, name, tensor), shard in zip(self._entries, traced, strict=True):
+            if id(shard) not in gathered:
+                gathered[id(shard)] = self._gathered(shard, tensor.shape[0])
+            table[name] = gathered[id(shard)]
+        try:
+            yield
+        finally:
+            for (table, name, _), shard in zip(self._entries, traced, strict=True):
+                table[name] = shard
+
+    def _gathered(self, shard: torch.Tensor, rows: int) -> torch.Tensor:
+        """Gather a parameter of this many rows; the last shards may be smaller than the others, or empty."""
+        group = self._group
+        missing = -(-rows // group.size) - shard.shape[0]
+        if missing:
+            shard = torch.cat([shard, shard.new_zeros((missing, *shard.shape[1:]))])
+        pending = torch.ops.onnxtrain.gather_parameter(shard, group.size, group.rank, group.name)
+        whole: torch.Tensor = OPERATORS.wait_collective(pending, shard)
+        return whole if whole.shape[0] == rows else whole.narrow(0, 0, rows)
+
+
+def _group_of(module: torch.nn.Module) -> Group:
+    """Return the ranks over which all parameters of a module are sharded.
+
+    Raises:
+        CaptureError: they are not all sharded, or not along their first dimension over one mesh of one dimension.
+    """
+    groups: dict[str, Group] = {}
+    for name, tensor in module.named_parameters():
+        if is_sharded(tensor):
+            group = Group.of(tensor.device_mesh)  # type: ignore[attr-defined]  # of a DTensor
+            groups[group.name] = group
+            layout = Layout.of(tensor.placements[0], tensor.dim())  # type: ignore[attr-defined]
+            if layout != Layout("sharded", 0):
+                raise _refused("a parameter is sharded otherwise", name, "Shard(0)", str(layout))
+        elif tensor.requires_grad:
+            problem = "a parameter is not sharded: the gradients of the ranks would not be averaged"
+            raise _refused(problem, name, "a DTensor, or requires_grad=False", type(tensor).__name__)
+    if len(groups) != 1:
+        problem = "the parameters are not sharded over one group of ranks"
+        raise _refused(problem, type(module).__name__, "DTensors on one mesh", f"{len(groups)} meshes")
+    for name, buffer in module.named_buffers():
+        if is_sharded(buffer):
+            raise _refused("a buffer is sharded", name, "a torch.Tensor", dtensor_class().__name__)
+    return next(iter(groups.values()))
+
+
+def _refused(problem: str, where: str, expected: str, got: str) -> CaptureError:
+    return CaptureError(f"after shard_parameters, {problem}", where=where, expected=expected, got=got, todo=_TODO)
+
+
+# The graph
+
+
+def gather_before_readers(graph: ir.Graph, least_bytes: int) -> None:
+    """Move each gathered parameter before its first reader, number it, and remove those that forward does not read.
+
+    Those that forward reads last, of `least_bytes` together, are kept for backward.
+    """
+    positions = {node: position for position, node in enumerate(graph)}
+    chains = [_chain(node) for node in graph if definition_of(node) is GATHER_PARAMETER]
+    reads: dict[ir.Node, tuple[int, int]] = {}
+    for chain in chains:
+        value = chain[-1].outputs[0]
+        readers = [positions[user] for user in traversal.users(value)]
+        readers += [len(positions)] if value.is_graph_output() else []
+        if not readers:
+            for node in reversed(chain):
+                traversal.detach(node)
+                graph.remove(node)
+            continue
+        reads[_gather_of(chain)] = min(readers), max(readers)
+    nodes = list(positions)
+    used = [chain for chain in chains if _gather_of(chain) in reads]
+    kept = _first_of(sorted(reads, key=lambda gather: -reads[gather][1]), least_bytes)
+    for order, chain in enumerate(sorted(used, key=lambda chain: reads[_gather_of(chain)][0])):
+        gather = _gather_of(chain)
+        gather.attributes["order"] = ir.AttrInt64("order", order)
+        gather.attributes["keep"] = ir.AttrInt64("keep", int(gather in kept))
+        first = reads[gather][0]
+        graph.remove(chain)
+        graph.extend(chain) if first == len(nodes) else graph.insert_before(nodes[first], chain)
+
+
+def _first_of(gathers: Sequence[ir.Node], least_bytes: int) -> set[ir.Node]:
+    """Return the first of these nodes, whose results have this many bytes together."""
+    chosen: set[ir.Node] = set()
+    total = 0
+    for gather in gathers:
+        if total >= least_bytes:
+            break
+        chosen.add(gather)
+        total += math.prod(map(int, sizes.dims_of(gather.outputs[0]))) * dtype_of(gather.outputs[0]).itemsize
+    return chosen
+
+
+def _chain(gather: ir.Node) -> list[ir.Node]:
+    """Return the nodes that gather a parameter: those that pad its shard, the collective, the wait, and the slice."""
+    before: list[ir.Node] = []
+    pending: Sequence[ir.Value | None] = gather.inputs
+    while pending:
+        producers = dict.fromkeys(p for v in pending if v is not None and (p := v.producer()) is not None)
+        before = [*producers, *before]
+        pending = [v for p in producers for v in p.inputs]
+    wait = next(user for user in traversal.users(gather.outputs[0]) if definition_of(user) is WAIT)
+    users = traversal.users(wait.outputs[0])
+    rest = users if len(users) == 1 and users[0].op_type == "Slice" else []
+    return [*before, gather, wait, *rest]
+
+
+def _gather_of(chain: Sequence[ir.Node]) -> ir.Node:
+    return next(node for node in chain if definition_of(node) is GATHER_PARAMETER)

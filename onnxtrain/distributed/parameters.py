@@ -1,0 +1,50 @@
+"""Shard the parameters of a module over data-parallel ranks, as FSDP2 does."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from onnxtrain.capture.sharded.layout import GATHERED
+from onnxtrain.errors import OptionError
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20) -> M:
+    """Replace each parameter by a DTensor, of which each rank holds a part of the first dimension, in place.
+
+    The layout is that of `fully_shard`, so that torch.distributed.checkpoint saves and loads the same state dicts.
+    Make the optimizer afterwards. The module then runs by `ORTModule` or `onnxtrain.prepare` only: its graph gathers
+    the parameters, in forward and again in backward, and averages their gradients over the ranks.
+
+    Args:
+        module: has the same parameters on each rank, as after `torch.manual_seed` with one seed.
+        mesh: of one dimension.
+        least_bytes: of the parameters that forward reads last, which are kept for backward; at least 1.
+
+    Raises:
+        OptionError: the mesh has several dimensions, a parameter has none, or `least_bytes` is below 1.
+    """
+    if mesh.ndim != 1:
+        todo = "pass a submesh, such as mesh['dp']"
+        raise OptionError("The mesh is not supported.", "shard_parameters", "a mesh of one dimension", str(mesh), todo)
+    if least_bytes < 1:
+        raise OptionError("The number of bytes is invalid.", "shard_parameters", "least_bytes >= 1", str(least_bytes))
+    sharded: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for path, submodule in module.named_modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if parameter.dim() == 0:
+                where, todo = f"{path}.{name}".lstrip("."), "give it the shape (1,)"
+                raise OptionError("A scalar parameter cannot be sharded.", where, "a dimension", "none", todo)
+            if parameter not in sharded:
+                shards = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                sharded[parameter] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
+            submodule._parameters[name] = sharded[parameter]
+    module.__dict__[GATHERED] = least_bytes
+    return module

@@ -1,0 +1,386 @@
+"""shard_parameters: a graph gathers sharded parameters and averages their gradients, as FSDP2 over eager does."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import onnxtrain
+from onnxtrain import ORTModule, errors
+from onnxtrain.distributed.parameters import shard_parameters
+from onnxtrain.frontend.ort_module import engine_of
+from onnxtrain.ops.collective import parameters, transfers
+from onnxtrain.testing import assert_no_worse_than_eager
+from onnxtrain.torch_compat.modes import TorchDispatchMode
+
+WIDTH, CLASSES = 8, 13
+ONE = 1  # byte: one parameter is kept for backward
+
+
+class Block(nn.Module):
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.Identity() if plain else nn.LayerNorm(WIDTH), nn.Dropout(0.3)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(self.dropout(torch.relu(self.up(self.norm(x)))))
+        return y
+
+
+class Model(nn.Module):
+    """A language model that returns the loss of labelled tokens; 13 rows and classes are sharded unevenly.
+
+    With `plain`, each sum is computed in eager's order.
+    """
+
+    def __init__(self, plain: bool = True, tied: bool = False, layers: int = 1) -> None:
+        super().__init__()
+        self.plain = plain
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(Block(plain) for _ in range(layers))
+        self.norm = nn.Identity() if plain else nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        if self.plain:
+            return logits.square().mean()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batch(seed: int, length: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(CLASSES, (3, length), generator=generator)
+    return tokens, tokens.roll(1, 1).masked_fill(tokens < 4, -100)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake_mesh() -> Iterator[DeviceMesh]:
+    """Rank 0 of two whose collectives exchange nothing: for counting."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh, least_bytes: int = ONE, **options: Any) -> ORTModule:
+    return ORTModule(shard_parameters(model, mesh, least_bytes), rng="torch", **options)
+
+
+def test_parameters_are_gathered_in_both_directions(mesh: DeviceMesh) -> None:
+    """Each before its first reader; those that backward reads again there, but for the last, which is kept."""
+    torch.manual_seed(0)
+    model = Model()
+    subject = sharded(copy.deepcopy(model), mesh)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = model(*batch(seed))
+        torch.manual_seed(seed)
+        got = subject(*batch(seed))
+        assert torch.equal(got, expected)
+        got.backward()
+        expected.backward()
+    for (name, ours), theirs in zip(subject.named_parameters(), model.parameters(), strict=True):
+        assert isinstance(ours.grad, DTensor), name
+        assert ours.grad.placements == ours.placements, name  # type: ignore[attr-defined]
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad), name  # type: ignore[arg-type]
+    engine = engine_of(subject)
+    assert engine.captures == 1
+    parts = engine.newest().parts
+    assert parts is not None
+    count = len(list(model.parameters()))
+    assert Counter(node.op_type for node in parts.forward.nodes)["GatherParameter"] == count
+    backward = Counter(node.op_type for node in parts.backward.nodes)
+    assert (backward["GatherParameter"], backward["ReduceGradient"]) == (2, count)  # of `up` and `down` the weights
+
+
+def test_a_state_dict_is_that_of_fully_shard(fake_mesh: DeviceMesh) -> None:
+    eager = Model()
+    for block in eager.blocks:
+        fully_shard(block, mesh=fake_mesh)
+    expected = fully_shard(eager, mesh=fake_mesh).state_dict()
+    got = sharded(Model(), fake_mesh).state_dict()
+    assert got.keys() == expected.keys()
+    for name, tensor in got.items():
+        assert tensor.placements == expected[name].placements, name
+        assert tensor.to_local().shape == expected[name].to_local().shape, name
+        assert tensor.shape == expected[name].shape, name
+
+
+def test_tied_parameters_stay_tied(mesh: DeviceMesh) -> None:
+    model = shard_parameters(Model(tied=True), mesh)
+    assert model.head.weight is model.embedding.weight
+
+
+class Traffic:
+    """Counts the bytes of communication.
+
+    Attributes:
+        gathered: the bytes of the results of all-gathers.
+        reduced: the bytes of the operands of reduce-scatters.
+        calls: how many there were of each.
+        held: the bytes of gathered results that are held now.
+        most_held: the most of these.
+    """
+
+    def __init__(self) -> None:
+        self.gathered = self.reduced = self.held = self.most_held = 0
+        self.calls: Counter[str] = Counter()
+
+    def gather(self, result: torch.Tensor) -> None:
+        self.gathered += result.nbytes
+        self.calls["gather"] += 1
+        self.held += result.nbytes
+        self.most_held = max(self.most_held, self.held)
+        weakref.finalize(result.untyped_storage(), self._release, result.nbytes)
+
+    def reduce(self, operand: torch.Tensor) -> None:
+        self.reduced += operand.nbytes
+        self.calls["reduce"] += 1
+
+    def _release(self, nbytes: int) -> None:
+        self.held -= nbytes
+
+
+class OfEager(TorchDispatchMode):
+    """Counts what FSDP2 communicates."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "_allgather_base_":
+            self.traffic.gather(args[0])
+        elif func.overloadpacket.__name__ == "_reduce_scatter_base_":
+            self.traffic.reduce(args[1])
+        return result
+
+
+class OfGraph:
+    """Stands for the functional collectives, and counts what a graph communicates."""
+
+    def __init__(self, traffic: Traffic, original: Any) -> None:
+        self.traffic, self.wait_tensor, self._original = traffic, original.wait_tensor, original
+
+    def all_gather_into_tensor(self, *args: Any) -> torch.Tensor:
+        result: torch.Tensor = self._original.all_gather_into_tensor(*args)
+        self.traffic.gather(result)
+        return result
+
+    def reduce_scatter_tensor(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        self.traffic.reduce(x)
+        result: torch.Tensor = self._original.reduce_scatter_tensor(x, *args)
+        return result
+
+
+def step(subject: nn.Module) -> None:
+    subject(*batch(0)).backward()
+
+
+def traffic_of_eager(model: Model, mesh: DeviceMesh) -> Traffic:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    step(model)  # then FSDP2 knows its order
+    traffic = Traffic()
+    with OfEager(traffic):
+        step(model)
+    return traffic
+
+
+def traffic_of_graph(model: Model, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    traffic = Traffic()
+    counting = OfGraph(traffic, parameters.functional_collectives)
+    for module in (parameters, transfers):
+        monkeypatch.setattr(module, "functional_collectives", counting)
+    step(sharded(model, mesh))
+    return traffic
+
+
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["apart", "tied"])
+def test_no_more_is_sent_than_by_fsdp(tied: bool, fake_mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = traffic_of_eager(Model(plain=False, tied=tied), fake_mesh)
+    model = Model(plain=False, tied=tied)
+    ours = traffic_of_graph(model, fake_mesh, monkeypatch)
+    assert 0 < ours.gathered <= theirs.gathered
+    assert 0 < ours.reduced <= theirs.reduced
+
+
+def test_gathered_parameters_are_released(fake_mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most those of one block are held, besides the one that is kept and the one that backward reads next."""
+    model = Model(layers=3)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    bound = 2 * largest + (CLASSES + 1) * WIDTH * 4  # rows of the head are padded to an even number
+    traffic = traffic_of_graph(model, fake_mesh, monkeypatch)
+    assert 0 < traffic.most_held <= bound
+    assert traffic.held == 0
+
+
+def plain(model: Model, mesh: DeviceMesh) -> None:
+    model.head.weight = nn.Parameter(torch.ones(CLASSES, WIDTH))
+
+
+def replicated(model: Model, mesh: DeviceMesh) -> None:
+    model.head.weight = nn.Parameter(distribute_tensor(torch.ones(CLASSES, WIDTH), mesh, [Replicate()]))
+
+
+def by_columns(model: Model, mesh: DeviceMesh) -> None:
+    model.head.weight = nn.Parameter(distribute_tensor(torch.ones(CLASSES, WIDTH), mesh, [Shard(1)]))
+
+
+def on_two_dimensions(model: Model, mesh: DeviceMesh) -> None:
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    model.head.weight = nn.Parameter(distribute_tensor(torch.ones(CLASSES, WIDTH), both, [Shard(0), Shard(1)]))
+
+
+def buffered(model: Model, mesh: DeviceMesh) -> None:
+    model.norm.register_buffer("scale", distribute_tensor(torch.ones(WIDTH), mesh, [Shard(0)]))
+
+
+def hooked(model: Model, mesh: DeviceMesh) -> None:
+    model.norm.register_forward_hook(lambda *arguments: None)
+
+
+def nothing_sharded(model: Model, mesh: DeviceMesh) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = None if parameter is None else nn.Parameter(parameter.to_local(), False)  # type: ignore[attr-defined]
+
+
+REFUSED: dict[str, tuple[Callable[[Model, DeviceMesh], None], str]] = {
+    "a plain parameter": (plain, r"not sharded: the gradients of the ranks would not be averaged.*head.weight"),
+    "a replicated parameter": (replicated, r"Shard\(0\).*Replicate\(\)"),
+    "another dimension": (by_columns, r"head.weight.*Shard\(0\).*Shard\(1\)"),
+    "a mesh of two dimensions": (on_two_dimensions, "a mesh of one dimension"),
+    "a buffer": (buffered, "a buffer is sharded"),
+    "hooks": (hooked, "submodules have hooks"),
+    "no shards": (nothing_sharded, "0 meshes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_layouts_are_refused(name: str, mesh: DeviceMesh) -> None:
+    change, message = REFUSED[name]
+    model = shard_parameters(Model(), mesh)
+    change(model, mesh)
+    with pytest.raises(errors.CaptureError) as error:
+        ORTModule(model)(*batch(0))
+    assert re.search(message, str(error.value), re.DOTALL), error.value
+    assert any("cannot run in PyTorch" in note for note in error.value.__notes__)
+
+
+def test_second_derivatives_are_refused(mesh: DeviceMesh) -> None:
+    subject = sharded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), mesh)
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    with pytest.warns(UserWarning, match="create_graph"), pytest.raises(errors.KernelError, match="create_graph=True"):
+        torch.autograd.grad(subject(x).sum(), x, create_graph=True)
+
+
+def test_blocks_are_not_prepared_alone(mesh: DeviceMesh) -> None:
+    model = shard_parameters(Model(), mesh)
+    with pytest.raises(errors.OptionError, match="need one graph"):
+        onnxtrain.prepare(model, regional=True)
+    onnxtrain.prepare(model)
+    model(*batch(0)).backward()
+    assert not onnxtrain.report_of(model).by_block
+
+
+@pytest.mark.parametrize("problem", ["mesh", "scalar", "bytes"])
+def test_what_cannot_be_sharded_is_refused(problem: str, mesh: DeviceMesh) -> None:
+    module = nn.Linear(2, 2)
+    if problem == "scalar":
+        module.scale = nn.Parameter(torch.tensor(1.0))
+    elif problem == "mesh":
+        mesh = init_device_mesh("cpu", (1, 1))
+    with pytest.raises(errors.OptionError, match=problem):
+        shard_parameters(module, mesh, int(problem != "bytes"))
+
+
+# Several processes
+
+STEPS = 3
+WAYS: dict[str, dict[str, Any]] = {
+    "one kept": {"least_bytes": ONE},
+    "some kept": {"least_bytes": 3000},
+    "within a budget": {"least_bytes": ONE, "memory_budget_bytes": 0.8},
+    "layers recomputed": {"least_bytes": ONE, "recompute": "layers"},
+    "gradients at the end": {"least_bytes": ONE, "early_gradients": False},
+}
+
+
+def train(options: dict[str, Any] | None, world: int, dtype: torch.dtype, plain: bool) -> tuple[list[Any], nn.Module]:
+    """Train with dropout; each rank has batches of its own, of several lengths. Without options: FSDP2 over eager."""
+    torch.manual_seed(0)
+    model = Model(plain, tied=not plain, layers=3).to(dtype)
+    mesh = init_device_mesh("cpu", (world,))
+    if options is None:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        subject: nn.Module = fully_shard(model, mesh=mesh)
+    else:
+        subject = sharded(model, mesh, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        seed = world * step + dist.get_rank()
+        torch.manual_seed(seed)
+        loss = subject(*batch(seed, 4 + seed % 3))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.full_tensor().detach() for p in model.parameters())], subject  # type: ignore[attr-defined]
+
+
+def work(rank: int, store: str, world: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for plain in (True, False):
+        theirs, _ = train(None, world, torch.float32, plain)
+        exact, _ = train(None, world, torch.float64, plain)
+        for name, options in WAYS.items():
+            got, subject = train(options, world, torch.float32, plain)
+            for number, (ours, eager, right) in enumerate(zip(got, theirs, exact, strict=True)):
+                if plain and world == 2:  # of more ranks, gloo adds the gradients in an order that offsets decide
+                    assert torch.equal(ours, eager), (name, number)
+                assert_no_worse_than_eager(f"{name} {number}", ours, eager, right)
+            assert engine_of(subject).captures == 1, name
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_training_is_that_of_fsdp_over_eager(world: int, tmp_path: Path) -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    mp.start_processes(work, (str(tmp_path / "store"), world), world, start_method="forkserver")
