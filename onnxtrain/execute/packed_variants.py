@@ -29,8 +29,9 @@ from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.log import LOG
-from onnxtrain.ops import view
+from onnxtrain.ops import definition_of, view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
+from onnxtrain.ops.collective.parameters import GATHER_PARAMETER
 from onnxtrain.options import Options
 from onnxtrain.passes.attention_masks import split_mask
 from onnxtrain.passes.changes import Changes
@@ -58,9 +59,13 @@ def plan_packed_variants(
         differentiable: whether results may have gradients: they show whether the padding of results is read.
 
     Returns:
-        None if no input can be tokens or a mask, or the option skip_padding is "never".
+        None if no input can be tokens or a mask, the option skip_padding is "never", or parameters are sharded: ranks
+        with a packed and with a dense batch might communicate in different orders.
     """
     if options.skip_padding == "never" or not any(v.dtype in _TOKEN_DTYPES for v in captured.model.graph.inputs):
+        return None
+    if any(definition_of(node) is GATHER_PARAMETER for node in model.graph):
+        LOG.info("%s: padding is not skipped, because its parameters are sharded", model.graph.name)
         return None
     return PackedVariants(model, captured, options, device, captured.result_count if differentiable else 0)
 

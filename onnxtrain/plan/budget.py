@@ -81,7 +81,7 @@ def choose_within_budget(
         parts: the cut that keeps everything.
         storages: at the sizes that the budget is for.
         budget: bytes, or a share of the peak without a budget.
-        mutated: inputs of the graph that forward mutates.
+        mutated: values that recomputed nodes may not read, such as inputs of the graph that forward mutates.
         early: whether gradients are released while backward runs; None: only if nothing else fits.
         always: the names of values that are recomputed in any case.
 

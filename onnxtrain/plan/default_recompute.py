@@ -36,7 +36,7 @@ def choose_by_default(
     Args:
         parts: the cut that keeps everything.
         symbol_values: the integer of each symbol in the shapes of the graph's inputs.
-        mutated: inputs of the graph that forward mutates.
+        mutated: values that recomputed nodes may not read, such as inputs of the graph that forward mutates.
     """
     search = _Search(parts, symbol_values, mutated)
     groups = search.groups()

@@ -6,48 +6,65 @@
 
 So is everything computed from parameters alone, such as a cast. Those with `keep=1` are kept: forward reads them last,
 and backward first.
+
+All ranks must communicate alike and in one order, but what else they recompute may depend on the sizes of their
+batches. So the parameters depend on the graph alone: those that backward reads if nothing is recomputed. Nodes that
+read them are not recomputed to fit a budget. If a recomputed node reads another one, such as a bias, that is kept.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable
 
 import onnx_ir as ir
 
 from onnxtrain.autodiff import Joint
 from onnxtrain.graph import traversal
-from onnxtrain.graph.host import host_values
 from onnxtrain.ops import definition_of, view
 from onnxtrain.ops.collective.parameters import GATHER_PARAMETER
 from onnxtrain.ops.collective.transfers import WAIT
+from onnxtrain.plan.cut import Cut, cut
 from onnxtrain.plan.recompute import is_recomputable
 
 
-def gathered_again(joint: Joint) -> frozenset[str]:
-    """Return the names of the values of forward that are computed from gathered parameters alone."""
-    nodes = [node for node in joint.model.graph if node in joint.forward_nodes]
-    gathers = [node for node in nodes if definition_of(node) is GATHER_PARAMETER]
+def gathered_again(joint: Joint) -> list[ir.Value]:
+    """Return the values of forward that are computed from gathered parameters alone."""
+    gathers = [n for n in joint.model.graph if definition_of(n) is GATHER_PARAMETER and not view(n).keep]
     if not gathers:
-        return frozenset()
-    derived: set[ir.Value] = {v for node in gathers if not view(node).keep for v in _shards(node)}
-    host = host_values(nodes, definition_of)
-    results = set(joint.model.graph.outputs[: joint.outputs])
-    names: list[str] = []
-    for node in nodes:
-        reads = [v for v in traversal.reads(node) if v.const_value is None]
-        repeats = is_recomputable(node) or definition_of(node) in (GATHER_PARAMETER, WAIT)
-        if reads and repeats and derived.issuperset(reads) and not host.issuperset(node.outputs):
-            derived.update(node.outputs)
-            names += [str(v.name) for v in node.outputs if v not in results]
-    return frozenset(names)
+        return []
+    parts = cut(joint)
+    derived = set(_derived(parts, gathers))
+    needed = _producers(value for value in parts.kept if value in derived)
+    values = _derived(parts, [gather for gather in gathers if gather in needed])
+    results = set(parts.forward.outputs[: parts.forward.num_user_outputs])
+    return [value for value in values if value not in results]
 
 
-def _shards(gather: ir.Node) -> list[ir.Value]:
-    """Return the input of the graph that a gather reads, which may be padded before."""
-    pending, shards = list(traversal.reads(gather)), []
+def _derived(parts: Cut, gathers: Collection[ir.Node]) -> list[ir.Value]:
+    """Return the values of forward that are computed from the results of these gathers alone, and from constants."""
+    shards = [value for gather in gathers for value in traversal.reads(gather)]
+    padding = _producers(shards)
+    values = dict.fromkeys(shards)
+    for node in parts.forward.nodes:
+        if parts.forward.host.issuperset(node.outputs):
+            continue
+        if node in padding or node in gathers or _follows(node, values):
+            values.update(dict.fromkeys(node.outputs))
+    return [value for value in values if value not in shards or value.producer() is not None]
+
+
+def _follows(node: ir.Node, values: Collection[ir.Value]) -> bool:
+    """Return whether a node computes from some of these values, and else from constants, the same each time."""
+    reads = [value for value in traversal.reads(node) if value.const_value is None]
+    return bool(reads) and all(v in values for v in reads) and (is_recomputable(node) or definition_of(node) is WAIT)
+
+
+def _producers(values: Iterable[ir.Value]) -> set[ir.Node]:
+    """Return the nodes from which values are computed."""
+    pending, nodes = list(values), set[ir.Node]()
     while pending:
-        value = pending.pop()
-        producer = value.producer()
-        if producer is not None:
+        producer = pending.pop().producer()
+        if producer is not None and producer not in nodes:
+            nodes.add(producer)
             pending += traversal.reads(producer)
-        elif value.const_value is None:
-            shards.append(value)
-    return shards
+    return nodes

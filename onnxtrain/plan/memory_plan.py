@@ -120,7 +120,9 @@ def plan_memory(
     def storages(symbol_values: Mapping[str, int]) -> Storages:
         return Storages(joint.model.graph, symbol_values, device_type, layout)
 
-    always = gathered_again(joint)
+    gathered = gathered_again(joint)
+    always = frozenset(str(value.name) for value in gathered)
+    unread = (*mutated, *gathered)  # values that no other recomputed node reads
     if options.memory_budget_bytes is not None:
         allowed, parts = bytes_allowed(options.memory_budget_bytes, inputs), cut(joint)
         # Gradients are released early if the option says so or nothing else fits, and backward can run in stages.
@@ -128,7 +130,7 @@ def plan_memory(
         early = False if why_not_staged(parts, views) else staged or None
         return MemoryPlan(
             joint,
-            lambda symbol_values: choose_within_budget(parts, storages(symbol_values), allowed, mutated, early, always),
+            lambda symbol_values: choose_within_budget(parts, storages(symbol_values), allowed, unread, early, always),
             by_size=not isinstance(allowed, float),
             symbol_values=bind_symbols(joint.model.graph.inputs, inputs),
             always_report=True,
@@ -137,11 +139,11 @@ def plan_memory(
     choice, subgraphs = choose_by_checkpoints(joint, mutated), list[SubgraphReport]()
     checkpointed = choice.values
     if options.recompute != "none" and not checkpointed:
-        choice = choose_by_default(cut(joint), symbol_values, mutated)
+        choice = choose_by_default(cut(joint), symbol_values, unread)
     if options.recompute not in ("cheap", "none"):
         by_default = choice.values
         choice, subgraphs = choose_by_options(
-            cut(joint), storages(symbol_values), options, mutated, checkpointed | always, by_default
+            cut(joint), storages(symbol_values), options, unread, checkpointed | always, by_default
         )
     choice = replace(choice, values=choice.values | always)
     return MemoryPlan(joint, lambda symbol_values: choice, subgraphs=subgraphs, symbol_values=symbol_values)

@@ -74,7 +74,7 @@ def find_subgraphs(parts: Cut, storages: Storages, mutated: Collection[ir.Value]
     Args:
         parts: the cut that keeps everything.
         storages: at the sizes for which bytes are counted.
-        mutated: inputs of the graph that forward mutates.
+        mutated: values that recomputed nodes may not read, such as inputs of the graph that forward mutates.
     """
     usable = _usable(parts, storages, mutated)
     cheap = _subgraphs_of({node for node in usable if _is_cheap(node, storages)}, parts, storages)
@@ -156,7 +156,7 @@ def choose_by_options(
     Args:
         parts: see `find_subgraphs`, as for `storages` and `mutated`.
         storages: at the sizes of the first call.
-        mutated: inputs of the graph that forward mutates.
+        mutated: values that recomputed nodes may not read, such as inputs of the graph that forward mutates.
         options: whose option `recompute` names patterns or layers.
         checkpointed: the names of the values in the user's checkpoints, which are recomputed in any case.
         by_default: the names of the values that are recomputed without the option.

@@ -73,7 +73,7 @@ class Model(nn.Module):
 
 def batch(seed: int, length: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(CLASSES, (3, length), generator=generator)
+    tokens = torch.randint(CLASSES, (16, length), generator=generator)
     return tokens, tokens.roll(1, 1).masked_fill(tokens < 4, -100)
 
 
@@ -245,6 +245,37 @@ def test_gathered_parameters_are_released(fake_mesh: DeviceMesh, monkeypatch: py
     traffic = traffic_of_graph(model, fake_mesh, monkeypatch)
     assert 0 < traffic.most_held <= bound
     assert traffic.held == 0
+
+
+def collectives(rank: int, **options: Any) -> list[tuple[str, Any]]:
+    """Return the collectives of a step on one of two ranks, with the shapes of their results.
+
+    The sentences of rank 1 are longer.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)  # type: ignore[no-untyped-call]
+    try:
+        subject = sharded(Model(plain=False, layers=2), init_device_mesh("cpu", (2,)), **options)
+        subject(*batch(0, 5 + 30 * rank)).backward()
+        parts = engine_of(subject).newest().parts
+        assert parts is not None
+        nodes = (*parts.forward.nodes, *parts.backward.nodes)
+        return [(node.op_type, node.outputs[0].shape) for node in nodes if node.op_type in COLLECTIVES]
+    finally:
+        dist.destroy_process_group()
+
+
+COLLECTIVES = ("GatherParameter", "ReduceGradient")
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"": {}, "budget": {"memory_budget_bytes": 0.9}, "layers": {"recompute": "layers"}}
+
+
+@pytest.mark.parametrize("name", ["budget", *(pytest.param(name, marks=pytest.mark.slow) for name in ("", "layers"))])
+def test_ranks_whose_batches_differ_communicate_alike(name: str) -> None:
+    """Also of 13 rows, rank 1 has 6: its graph pads them."""
+    first, second = (collectives(rank, **OPTIONS[name]) for rank in range(2))
+    assert first == second
+    assert len(first) == 16 + 7 + 16  # gathered, gathered again, reduced
 
 
 def plain(model: Model, mesh: DeviceMesh) -> None:

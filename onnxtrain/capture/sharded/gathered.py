@@ -146,7 +146,7 @@ def gather_before_readers(graph: ir.Graph, least_bytes: int) -> None:
 def _first_of(gathers: Sequence[ir.Node], least_bytes: int) -> set[ir.Node]:
     """Return the first of these nodes, whose results have this many bytes together."""
     chosen: set[ir.Node] = set()
-    total = 0
+    total = 0.0
     for gather in gathers:
         if total >= least_bytes:
             break
