@@ -62,9 +62,7 @@ from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.key import attribute_reads
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.refusals import refuse_moved_results, refuse_outside_tensor
-from onnxtrain.capture.sharded.gathered import GatheredParameters, gather_before_readers
-from onnxtrain.capture.sharded.layout import gathered_bytes
-from onnxtrain.capture.sharded.parameters import ShardedParameters
+from onnxtrain.capture.sharded.gathered import gather_before_readers, sharded_parameters
 from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
 from onnxtrain.errors import (
     CaptureError,
@@ -181,7 +179,7 @@ class _Wrapper(torch.nn.Module):
         self.__dict__["_side_effects"] = side_effects
         self.__dict__["surroundings"] = side_effects.surroundings
         self.__dict__["_call_forward"] = call_forward or module
-        sharded = GatheredParameters(module) if gathered_bytes(module) else ShardedParameters(module)
+        sharded = sharded_parameters(module)
         self.__dict__["local_tensors"], self.__dict__["_as_values"] = sharded.as_local_tensors, sharded.as_values
         self.fakes = CreatedFakes()
         self.module = module
@@ -325,7 +323,7 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
         origins = _input_origins(program, module, len(names), parts, outside)
         output = wrapper.output.structure
         captured = _assemble(program, origins, converted.model, converted.outputs, output, names, guards)
-        gather_before_readers(captured.model.graph, gathered_bytes(module))
+        gather_before_readers(captured.model.graph, module)
         if traced is not None:
             targets = [mutation.target for mutation in captured.mutations]
             views = written_views(traced, program, targets, captured.model.graph.inputs)

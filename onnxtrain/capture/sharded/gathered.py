@@ -16,8 +16,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.sharded.layout import Group, Layout, dtensor_class, is_sharded
-from onnxtrain.capture.sharded.parameters import local_of
+from onnxtrain.capture.sharded.layout import Group, Layout, dtensor_class, gathered_bytes, is_sharded
+from onnxtrain.capture.sharded.parameters import ShardedParameters, local_of
 from onnxtrain.errors import CaptureError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.values import dtype_of
@@ -80,6 +80,15 @@ class GatheredParameters:
         return whole if whole.shape[0] == rows else whole.narrow(0, 0, rows)
 
 
+def sharded_parameters(module: torch.nn.Module) -> GatheredParameters | ShardedParameters:
+    """Return what the DTensor parameters of a module are while it is captured.
+
+    Raises:
+        CaptureError: one is laid out as a graph does not support.
+    """
+    return GatheredParameters(module) if gathered_bytes(module) else ShardedParameters(module)
+
+
 def _group_of(module: torch.nn.Module) -> Group:
     """Return the ranks over which all parameters of a module are sharded.
 
@@ -113,10 +122,10 @@ def _refused(problem: str, where: str, expected: str, got: str) -> CaptureError:
 # The graph
 
 
-def gather_before_readers(graph: ir.Graph, least_bytes: int) -> None:
+def gather_before_readers(graph: ir.Graph, module: torch.nn.Module) -> None:
     """Move each gathered parameter before its first reader, number it, and remove those that forward does not read.
 
-    Those that forward reads last, of `least_bytes` together, are kept for backward.
+    Those that forward reads last are kept for backward, as many bytes of them as `shard_parameters` was told.
     """
     positions = {node: position for position, node in enumerate(graph)}
     chains = [_chain(node) for node in graph if definition_of(node) is GATHER_PARAMETER]
@@ -133,7 +142,7 @@ def gather_before_readers(graph: ir.Graph, least_bytes: int) -> None:
         reads[_gather_of(chain)] = min(readers), max(readers)
     nodes = list(positions)
     used = [chain for chain in chains if _gather_of(chain) in reads]
-    kept = _first_of(sorted(reads, key=lambda gather: -reads[gather][1]), least_bytes)
+    kept = _first_of(sorted(reads, key=lambda gather: -reads[gather][1]), gathered_bytes(module))
     for order, chain in enumerate(sorted(used, key=lambda chain: reads[_gather_of(chain)][0])):
         gather = _gather_of(chain)
         gather.attributes["order"] = ir.AttrInt64("order", order)
