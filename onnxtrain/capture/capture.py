@@ -293,7 +293,7 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
     outside = OutsideTensors()
     with (
         capturing() as calls,
-        refuse_other_generators(module),
+        refuse_other_generators(module, wrapper.surroundings),
         plain_four_bit_weights(module) as parts,
         wrapper.local_tensors(),
         sampling_by_nodes(module, wrapper.surroundings.codes.values(), calls),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.errors import CaptureError
 from tests.reference import assert_matches
 from tests.thinned import slow_but_every
 from tests.zoo.checks import Comparison, compared
@@ -262,6 +263,21 @@ PYTHONS: dict[str, Callable[[Any], float]] = {
     "numpy's generator": lambda m: m.new.random(),
     "numpy's old generator": lambda m: m.old.rand(),
 }
+
+
+NUMPYS, PYTHONS_OWN, TORCHS = np.random.default_rng(5), random.Random(5), torch.Generator()
+OUTSIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "numpy": lambda x: x * torch.tensor(NUMPYS.random(WIDTH), dtype=x.dtype),
+    "Python": lambda x: x * PYTHONS_OWN.random(),
+    "PyTorch": lambda x: x * torch.rand(WIDTH, generator=TORCHS, dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_generators_outside_of_the_module_are_not_frozen(name: str) -> None:
+    ours, x = ORTModule(Function(OUTSIDE[name]), rng="torch", fallback_policy="FALLBACK_DISABLE"), torch.ones(2, WIDTH)
+    with pytest.raises(CaptureError, match=r"random|generator"):
+        ours(x)
 
 
 class DropsLayers(nn.Module):

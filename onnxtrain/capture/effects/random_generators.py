@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.errors import CaptureError
 
 
@@ -28,15 +29,16 @@ class _Generator:
 
 
 @contextmanager
-def refuse_other_generators(module: torch.nn.Module) -> Iterator[None]:
+def refuse_other_generators(module: torch.nn.Module, surroundings: Surroundings) -> Iterator[None]:
     """Restore the generators that forward advances while `module` is captured, and refuse such a forward.
 
     A sample that another thread takes at the same time counts as forward's.
 
     Raises:
-        CaptureError: forward advanced a generator of Python or numpy, or one that is an attribute of a submodule.
+        CaptureError: forward advanced a generator of Python or numpy, one that is an attribute of a submodule, or one
+            that it reaches outside of the module.
     """
-    before = [(generator, pickle.dumps(generator.get_state())) for generator in _generators(module)]
+    before = [(generator, pickle.dumps(generator.get_state())) for generator in _generators(module, surroundings)]
     advanced: list[str] = []
     try:
         yield
@@ -55,20 +57,22 @@ def refuse_other_generators(module: torch.nn.Module) -> Iterator[None]:
         )
 
 
-def _generators(module: torch.nn.Module) -> Iterator[_Generator]:
-    """Yield the global generators of Python and numpy, and those that are attributes of submodules."""
+def _generators(module: torch.nn.Module, surroundings: Surroundings) -> Iterator[_Generator]:
+    """Yield the global generators of Python and numpy, those that are attributes of submodules, and those outside."""
     yield _Generator("Python's random", random.getstate, random.setstate)
     yield _Generator("numpy.random", np.random.get_state, np.random.set_state)
+    values = {id(reference.value): (reference.path, reference.value) for reference in surroundings.references}
     for path, submodule in module.named_modules():
         for name, value in vars(submodule).items():
-            attribute = f"{path}.{name}" if path else name
-            match value:
-                case random.Random():
-                    yield _Generator(attribute, value.getstate, value.setstate)
-                case np.random.RandomState():
-                    yield _Generator(attribute, value.get_state, value.set_state)
-                case np.random.Generator():
-                    bits = value.bit_generator
-                    yield _Generator(attribute, partial(getattr, bits, "state"), partial(setattr, bits, "state"))
-                case torch.Generator():
-                    yield _Generator(attribute, value.get_state, value.set_state)
+            values[id(value)] = f"{path}.{name}" if path else name, value
+    for name, value in values.values():
+        match value:
+            case random.Random():
+                yield _Generator(name, value.getstate, value.setstate)
+            case np.random.RandomState():
+                yield _Generator(name, value.get_state, value.set_state)
+            case np.random.Generator():
+                bits = value.bit_generator
+                yield _Generator(name, partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+            case torch.Generator():
+                yield _Generator(name, value.get_state, value.set_state)
