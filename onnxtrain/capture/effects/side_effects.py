@@ -16,6 +16,7 @@ Globals that forward assigns are treated as attributes are.
 from __future__ import annotations
 
 import enum
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 # Recurrent layers cache their parameters here; the capture replaces the parameters, and with them these caches.
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
 _IGNORED = frozenset({*_TABLES, *_DERIVED})
+# The tables of hooks, which `key.snapshot` compares.
+_HOOKS = frozenset(name for name, table in torch.nn.Module().__dict__.items() if type(table) is OrderedDict)
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _DEPTH = 4  # levels of nested objects and containers that are watched
 _REMOVED = object()  # the value of a removed key
@@ -166,8 +170,10 @@ class SideEffects:
         for key, value in list(items):
             if key in _IGNORED or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
                 continue
+            if key in _HOOKS and type(value) is OrderedDict:
+                continue
             inner = f"{path}.{key}" if path else str(key)
-            if type(value) in (list, dict, set):
+            if type(value) in _CONTAINERS:
                 self._copy(value, inner, copies, visited, depth - 1)
             elif type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict:
                 self._copy(value.__dict__, inner, copies, visited, depth - 1)
@@ -250,6 +256,9 @@ def _restore(copies: Sequence[_Copy]) -> None:
             continue
         if isinstance(holder, list):
             holder[:] = before
+        elif isinstance(holder, deque):
+            holder.clear()
+            holder.extend(before)
         elif isinstance(holder, set):
             holder.clear()
             holder.update(before)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +352,30 @@ def test_containers_stay_those_of_the_user(fails: bool) -> None:
         assert module.shared is module.inner.shared is before
         assert module.scales is scales
         assert module.inner.options is options
+
+
+class Records(nn.Module):
+    def __init__(self, container: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.container = container
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.container, deque):
+            self.container.append(len(self.container))
+        else:
+            self.container["calls"] = self.container.get("calls", 0) + 1
+        return self.inner(x) * len(self.container)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in PyTorch:UserWarning")
+@pytest.mark.parametrize(
+    "make", [OrderedDict, deque, lambda: defaultdict(int)], ids=["OrderedDict", "deque", "defaultdict"]
+)
+def test_a_container_that_forward_changes_is_changed_in_each_call(make: Callable[[], Any]) -> None:
+    ours, eager = (Records(make()) for _ in range(2))
+    wrapped, x = ORTModule(ours), torch.randn(2, WIDTH)
+    for _ in range(3):
+        wrapped(x)
+        eager(x)
+        assert ours.container == eager.container
