@@ -40,9 +40,9 @@ from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects,
 from onnxtrain.capture.effects.written_views import WrittenView, written_views
 from onnxtrain.capture.export.advice import advice
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
-from onnxtrain.capture.export.constant_masks import PositionsOfConstantMasks
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.torch_reports import logged_as_info, printed_as_info
+from onnxtrain.capture.export.traced_functions import TracedFunctions
 from onnxtrain.capture.export.tracing_shortcuts import tracing_shortcuts
 from onnxtrain.capture.four_bit_weights import plain_four_bit_weights
 from onnxtrain.capture.functionalize.composite_operators import (
@@ -372,7 +372,7 @@ def _export(
             shape_shortcuts(),
             wrapper.fakes.recording(),
             recording_grad_mode(),
-            PositionsOfConstantMasks(),
+            TracedFunctions(),
             tracing_blocks,
             logged_as_info(),
             printed_as_info(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from onnxtrain import FallbackPolicy, ORTModule
 from onnxtrain.errors import CaptureError, ChangedArgumentError, KernelError
 from onnxtrain.frontend.ort_module import engine_of
-from tests.reference import assert_each_no_worse, float64_by_default
+from tests.reference import assert_each_no_worse, assert_matches, float64_by_default
 from tests.thinned import slow_but_every
 
 WIDTH = 4
@@ -291,3 +292,52 @@ def test_equal_elements_come_in_eagers_order(call: str) -> None:
         return eval(f"twice.{call}", {"twice": twice})  # type: ignore[no-any-return]
 
     assert_as_eager(order, trains=False)
+
+
+# Whether `reshape` gives a view depends on strides, for which PyTorch's meta functions differ from its kernels
+
+
+OTHER_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "attention of transposed heads": lambda x: F.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3).transpose(1, 2),
+    "attention of a transposed query": lambda x: F.scaled_dot_product_attention(_turned(x), x, x),
+    "attention of channels-last tensors": lambda x: F.scaled_dot_product_attention(*[_channels_last(x)] * 3),
+    "batch norm": lambda x: F.batch_norm(x.transpose(1, 2), None, None, training=True),
+    "batch norm in eval mode": lambda x: F.batch_norm(_turned(x), x.new_zeros(2), x.new_ones(2)),
+    "batch norm of channels-last slices": lambda x: F.batch_norm(
+        _channels_last(x)[:, :, ::2], None, None, training=True
+    ),
+    "roll": lambda x: _channels_last(x).roll(1, 1),
+    "roll of a turned image": lambda x: _turned(x).roll(1, 1),
+    "one-hot": lambda x: F.one_hot((x[0, 0] > 0).long().t(), 2).to(x.dtype),
+}
+
+
+def _channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 3).contiguous().transpose(1, 3)
+
+
+class WritesThroughReshape(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.function(x)
+        y.reshape(-1).mul_(2.0)
+        y.transpose(0, -1).reshape(-1).add_(1.0)
+        return y
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_a_write_through_reshape_arrives_where_it_does_in_eager(name: str) -> None:
+    module = WritesThroughReshape(OTHER_LAYOUTS[name])
+    ours = ORTModule(copy.deepcopy(module), rng="torch", fallback_policy="FALLBACK_DISABLE")
+    for sizes in ((2, 2, 4, 5), (3, 2, 1, 5)):
+        x = torch.randn(sizes)
+        assert_matches(ours(x), module, x)
+        assert ours(x).stride() == module(x).stride()

@@ -63,7 +63,10 @@ def _is_tensor(value: Any) -> bool:
 
 def _new_result(shape: Sequence[Any], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a tensor of this shape: a non-leaf that requires a gradient if a result computed from `inputs` would."""
-    result = inputs[0].new_empty(shape)
+    return _as_computed_from(inputs, inputs[0].new_empty(shape))
+
+
+def _as_computed_from(inputs: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         return result.requires_grad_().clone()
     return result
@@ -108,9 +111,9 @@ def _attention_result(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Return the result of attention with the strides of PyTorch's flash kernel for CPUs: a token's heads are adjacent.
+    """Return the result of attention; PyTorch's flash kernel for CPUs gives it the strides of the query.
 
-    Models apply `transpose(1, 2).contiguous()` to it, for which these strides trace no copy.
+    Models whose query is a transposed view apply `transpose(1, 2).contiguous()` to it, which then traces no copy.
     """
     shape = _attention_shape(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
     if shape is None:
@@ -123,10 +126,11 @@ def _attention_result(
         and dropout_p == 0
         and _known_equal((query.shape[-1], value.shape[-1]))
         and not (attn_mask is not None and attn_mask.requires_grad)
+        and all(statically_known_true(t.stride(-1) == 1) for t in (query, key, value))
     )
     if not has_flash_strides:
         return _new_result(shape, tensors)
-    return _new_result([shape[i] for i in (0, 2, 1, 3)], tensors).transpose(1, 2)
+    return _as_computed_from(tensors, torch.empty_like(query.detach()))
 
 
 def _broadcasts(mask: torch.Tensor, dtype: torch.dtype, scores_shape: Sequence[Any]) -> bool:

@@ -17,7 +17,6 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_arg
-from torch.overrides import TorchFunctionMode
 
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
@@ -26,22 +25,6 @@ _MOST_ELEMENTS = 1 << 16  # the positions become constants of the graph
 _MOST_NODES = 32
 _LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
 _DETACH = torch.ops.aten.detach_.default  # of torch.tensor: it changes no element
-
-
-class PositionsOfConstantMasks(TorchFunctionMode):
-    """Replace masks on this thread.
-
-    A mode, not a patch of the class: after `del torch.Tensor.__getitem__`, Python takes every tensor for a sequence, so
-    that `torch.tensor([torch.tensor(1)])` fails for the rest of the process.
-    """
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        replacement = _REPLACEMENTS.get(function)
-        if replacement is None:
-            return function(*args, **(kwargs or {}))
-        return replacement(function, *args, **(kwargs or {}))
 
 
 def _getitem(original: Callable[..., Any], x: torch.Tensor, index: Any) -> Any:
@@ -62,7 +45,7 @@ def _where(original: Callable[..., Any], condition: Any, *args: Any, **kwargs: A
     return original(condition, *args, **kwargs) if positions is None else positions
 
 
-_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.nonzero: _nonzero,
     torch.nonzero: _nonzero,

@@ -26,6 +26,7 @@ from onnxtrain.torch_compat.aten_operators import (
     LOG_SOFTMAX,
     NATIVE_BATCH_NORM,
     NATIVE_BATCH_NORM_FUNCTIONAL,
+    NATIVE_BATCH_NORM_NO_TRAINING,
     TO_COPY,
     UNSAFE_VIEW,
 )
@@ -159,6 +160,43 @@ def _batch_norm(fakes: Fakes, x: Any, weight: Any, bias: Any, *rest: Any) -> tup
     if any(t.dim() != 1 or not is_same(t.shape[0], x.shape[1]) for t in vectors):
         return None
     return fakes.like(x), fakes.like(x, x.shape[1:2]), fakes.like(x, x.shape[1:2])
+
+
+def _in_suggested_format(fakes: Fakes, x: Any) -> FakeTensor | None:
+    """Return a tensor like `x`, contiguous or channels-last as the kernels for CPUs choose; None for other operands."""
+    if not fakes.are_supported(x, dtype=None) or x.fake_device.type != "cpu" or fakes.has_default_strides(x):
+        return None
+    if x.dim() in (4, 5):
+        batch, channels, *image = x.shape
+        first, *strides, last = contiguous_strides((batch, *image, channels))
+        channels_last = (first, last, *strides)
+        with fakes.mode:
+            dense = torch.empty_like(x)
+        if all(map(is_same, dense.stride(), channels_last)):
+            return fakes.like(x, strides=channels_last)
+    return fakes.like(x)
+
+
+def _batch_norm_of(operator: Any, meta_function: MetaFunction = lambda *arguments: None) -> MetaFunction:
+    """Make the meta function of a batch norm whose kernel for CPUs gives the result a format that it chooses.
+
+    PyTorch's meta function gives it the strides of `x`: a `reshape` would copy where it is a view, and a write through
+    it would be lost.
+    """
+
+    def infer(fakes: Fakes, x: Any, *rest: Any) -> Any:
+        like_result = _in_suggested_format(fakes, x)
+        if like_result is None or all(map(is_same, x.stride(), like_result.stride())):
+            return meta_function(fakes, x, *rest)
+        with fakes.mode:
+            return operator(like_result, *rest)
+
+    return infer
+
+
+def _roll(fakes: Fakes, x: Any, shifts: Any, dims: Any = ()) -> FakeTensor | None:
+    """The kernel for CPUs keeps channels-last; PyTorch's meta function does not."""
+    return _in_suggested_format(fakes, x) if dims else None
 
 
 def _functional_batch_norm(fakes: Fakes, x: Any, *rest: Any) -> tuple[FakeTensor, ...] | None:
@@ -391,8 +429,10 @@ META_FUNCTIONS: Mapping[Any, MetaFunction] = {
         getattr(_ATEN, name).Tensor, getattr(_ATEN, name).Scalar,
     )},
     LOG_SOFTMAX.default: _log_softmax,
-    NATIVE_BATCH_NORM.default: _batch_norm,
-    NATIVE_BATCH_NORM_FUNCTIONAL.default: _functional_batch_norm,
+    NATIVE_BATCH_NORM.default: _batch_norm_of(NATIVE_BATCH_NORM.default, _batch_norm),
+    NATIVE_BATCH_NORM.no_stats: _batch_norm_of(NATIVE_BATCH_NORM.no_stats),
+    NATIVE_BATCH_NORM_FUNCTIONAL.default: _batch_norm_of(NATIVE_BATCH_NORM_FUNCTIONAL.default, _functional_batch_norm),
+    NATIVE_BATCH_NORM_NO_TRAINING.default: _batch_norm_of(NATIVE_BATCH_NORM_NO_TRAINING.default),
     TO_COPY.default: _cast,
     UNSAFE_VIEW.default: _view,
     _ATEN.addmm.default: _addmm,
@@ -410,6 +450,7 @@ META_FUNCTIONS: Mapping[Any, MetaFunction] = {
     _ATEN.nll_loss_forward.default: _nll_loss,
     _ATEN.permute.default: _permute,
     _ATEN.pow.Tensor_Scalar: _pow,
+    _ATEN.roll.default: _roll,
     _ATEN.slice.Tensor: _slice,
     _ATEN.transpose.int: _transpose,
     _ATEN.unsqueeze.default: _unsqueeze,
