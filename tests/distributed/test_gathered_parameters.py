@@ -267,7 +267,11 @@ def collectives(rank: int, **options: Any) -> list[tuple[str, Any]]:
 COLLECTIVES = ("GatherParameter", "ReduceGradient")
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"": {}, "budget": {"memory_budget_bytes": 0.9}, "layers": {"recompute": "layers"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "budget": {"memory_budget_bytes": 0.85},
+    "layers": {"recompute": "layers"},
+}
 
 
 @pytest.mark.parametrize("name", ["budget", *(pytest.param(name, marks=pytest.mark.slow) for name in ("", "layers"))])
