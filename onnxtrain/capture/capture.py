@@ -50,6 +50,7 @@ from onnxtrain.capture.functionalize.composite_operators import (
     keep_buffer_copies,
     nested_cast_decompositions,
 )
+from onnxtrain.capture.functionalize.copied_views import decide_copies
 from onnxtrain.capture.functionalize.memory_order_sampling import sample_in_memory_order
 from onnxtrain.capture.functionalize.no_grad import detach_no_grad_values, recording_grad_mode
 from onnxtrain.capture.functionalize.overlapping_writes import refuse_overlapping_writes
@@ -305,14 +306,13 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
                 program = _export_blocks_once(wrapper, decisions, reads, outside)
         wrapper.fakes.check(module)
         with _internal_errors(module):
+            decide_copies(program, decisions)
             refuse_overlapping_writes(program)
             sample_in_memory_order(program)
             declare_views(program)
             detach_no_grad_values(program)
             needs_no_retracing = make_convertible(program)
-        traced = None if needs_no_retracing else program
-        if not needs_no_retracing:
-            program = _functionalize(program)
+        traced, program = (None, program) if needs_no_retracing else (program, _functionalize(program))
     with _internal_errors(module):
         converted = convert(program, type(module).__name__)
         names = _input_names(module, structure)

@@ -24,12 +24,13 @@ from onnxtrain.capture.export.checkpoint_regions import REGION, checkpoint_regio
 from onnxtrain.capture.functionalize.autocast import refuse_hidden_casts
 from onnxtrain.capture.functionalize.composite_operators import record_size_guards
 from onnxtrain.capture.functionalize.functional_calls import ASSERTIONS_AND_SIZES, ITEM
-from onnxtrain.capture.node_storage import COPY_OF
+from onnxtrain.capture.node_storage import COPY_OF, storages_of
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
+from onnxtrain.graph.alias import view_source
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import TensorType, dtype_of, is_differentiable_type, rank_of, set_type, type_of
-from onnxtrain.ops import FROM_TORCH, builder
+from onnxtrain.ops import FROM_TORCH, builder, definition_of
 from onnxtrain.ops.aten_node import Text, aten_call, aten_node, reads_strides
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.dtypes import ONNX_DTYPES
@@ -225,7 +226,7 @@ class _Walk:
             target, *arguments = arguments
         convert_call = FROM_TORCH.get(name)
         try:
-            result = NotImplemented
+            result: Any = NotImplemented
             if convert_call and (target is PYTHON_OP or not any(e.is_complex() for e in _tensors(node, examples))):
                 try:
                     result = convert_call(self.op, *arguments, **keywords)
@@ -234,7 +235,9 @@ class _Walk:
                     if (fixed, fixed_keywords) == (arguments, keywords):
                         raise
                     result = convert_call(self.op, *fixed, **fixed_keywords)
-            if result is NotImplemented:
+            if result is not NotImplemented:
+                result = self._in_new_memory(node, result, [arguments, keywords])
+            else:
                 fixed, fixed_keywords = _with_fixed_sizes(node, arguments, keywords, scalars_only=True)
                 result = self._aten(node, target, fixed, fixed_keywords, example)
         except (GraphError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -245,6 +248,13 @@ class _Walk:
             ) from error
         self._check_types(node, name, result, examples)
         return result
+
+    def _in_new_memory(self, node: torch.fx.Node, result: Any, operands: Any) -> Any:
+        """Copy what is an operand, or a view of one, where the operator copies: a later write must not change both."""
+        if not _is_copy(node):
+            return result
+        leaves = pytree.tree_leaves(operands)
+        return pytree.tree_map_only(ir.Value, lambda v: self.op.own.Clone(v) if _is_view(v, leaves) else v, result)
 
     def _aten(self, node: torch.fx.Node, target: Any, arguments: Any, keywords: Any, example: Any) -> Any:
         """Convert a call without a definition to an ATen node, with the gradient of PyTorch's autograd."""
@@ -346,6 +356,25 @@ def _with_fixed_sizes(
         [fix(*argument) for argument in positional] or arguments,
         {name: fix(name, node.kwargs[name], value) for name, value in keywords.items()} if schema else keywords,
     )
+
+
+def _is_copy(node: torch.fx.Node) -> bool:
+    """Return whether an operator gives new memory also where it changes no element, as `x.repeat(1)` does."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    if any(not storages_of(node).isdisjoint(storages_of(argument)) for argument in node.all_input_nodes):
+        return False  # as a dropout in eval mode
+    schema = schema_of(node.target)
+    # Functionalization makes `detach_copy` of `detach`: no user sees its memory.
+    return not schema.name.endswith("_copy") and not any(result.alias_info for result in schema.returns)
+
+
+def _is_view(value: ir.Value | None, operands: Sequence[Any]) -> bool:
+    """Return whether a value is one of the operands, or may be a view of one."""
+    while value is not None and value not in operands:
+        node = value.producer()
+        value = None if node is None else view_source(node, value.index() or 0, definition_of(node))
+    return value is not None
 
 
 def _value(argument: Any) -> Any:

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from onnxtrain.capture.export.fake_tensors import FLOATING, REAL, Fakes, broadcast_shape, is_one, is_same
+from onnxtrain.capture.node_storage import example_size
 from onnxtrain.torch_compat.aten_operators import (
     LOG_SOFTMAX,
     NATIVE_BATCH_NORM,
@@ -162,18 +163,36 @@ def _batch_norm(fakes: Fakes, x: Any, weight: Any, bias: Any, *rest: Any) -> tup
     return fakes.like(x), fakes.like(x, x.shape[1:2]), fakes.like(x, x.shape[1:2])
 
 
+def _is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Decide as the kernels do (`is_channels_last_strides` in c10/core/MemoryFormat.h), by sizes of the call."""
+    least = 0
+    for axis in (1, *range(len(shape) - 1, 1, -1), 0) if len(shape) in (4, 5) and strides[1] else ():
+        if shape[axis] == 0 or strides[axis] < least or (axis == 0 and least == strides[1]):
+            return False
+        least = strides[axis] * max(shape[axis], 1)
+    return least > 0
+
+
+def _channels_last_strides(x: FakeTensor) -> tuple[Any, ...]:
+    batch, channels, *image = x.shape
+    first, *strides, last = contiguous_strides((batch, *image, channels))
+    return first, last, *strides
+
+
+def _is_dense_channels_last(x: FakeTensor) -> bool:
+    """Return whether `x` has the strides of channels-last wherever a size is not 1."""
+    if x.dim() not in (4, 5):
+        return False
+    axes = zip(x.shape, x.stride(), _channels_last_strides(x), strict=True)
+    return all(is_one(size) or is_same(actual, expected) for size, actual, expected in axes)
+
+
 def _in_suggested_format(fakes: Fakes, x: Any) -> FakeTensor | None:
     """Return a tensor like `x`, contiguous or channels-last as the kernels for CPUs choose; None for other operands."""
     if not fakes.are_supported(x, dtype=None) or x.fake_device.type != "cpu" or fakes.has_default_strides(x):
         return None
-    if x.dim() in (4, 5):
-        batch, channels, *image = x.shape
-        first, *strides, last = contiguous_strides((batch, *image, channels))
-        channels_last = (first, last, *strides)
-        with fakes.mode:
-            dense = torch.empty_like(x)
-        if all(map(is_same, dense.stride(), channels_last)):
-            return fakes.like(x, strides=channels_last)
+    if _is_channels_last(list(map(example_size, x.shape)), list(map(example_size, x.stride()))):
+        return fakes.like(x, strides=_channels_last_strides(x))
     return fakes.like(x)
 
 
@@ -186,7 +205,7 @@ def _batch_norm_of(operator: Any, meta_function: MetaFunction = lambda *argument
 
     def infer(fakes: Fakes, x: Any, *rest: Any) -> Any:
         like_result = _in_suggested_format(fakes, x)
-        if like_result is None or all(map(is_same, x.stride(), like_result.stride())):
+        if like_result is None or _is_dense_channels_last(x):  # PyTorch's is right there
             return meta_function(fakes, x, *rest)
         with fakes.mode:
             return operator(like_result, *rest)

@@ -25,6 +25,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from onnxtrain.capture.source_location import PACKAGE
+from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.patch_points import EVALUATE_SIZES, SIZE_COMPARISONS, SIZE_TEXTS
 
 InputDim: TypeAlias = tuple[int, int]  # the index of a flat tensor, and of one of its dimensions
@@ -134,6 +135,22 @@ class SizeDecisions:
             for point in SIZE_TEXTS:
                 stack.enter_context(point.wrapped(formatting_value))
             yield
+
+    def record_not_one(self, size: torch.SymInt, where: str) -> None:
+        """Record that a size is not 1, as the trace assumes.
+
+        Raises:
+            CaptureError: it is 1 in the call.
+        """
+        expr = sympy.Eq(size.node.expr, 1)
+        if self._with_real_sizes(size.node.shape_env, expr) == sympy.true:
+            raise CaptureError(
+                "forward writes to memory that another tensor shares only if a size is 1",
+                where=where,
+                got=f"the size {size} is 1",
+                todo="the module is captured with this size fixed",
+            )
+        self.recorded.setdefault(expr, SizeDecision(expr, sympy.false, where, forced=True))
 
     def _with_real_sizes(self, env: ShapeEnv, expr: Any) -> Any | None:
         """Evaluate an expression that contains a size that the example changes; return None for any other."""
