@@ -286,7 +286,7 @@ class Engine:
             if captures:
                 self._warn_of_waiting_ranks(took, reason)
             self._warn_of_strings(structure)
-            self._report_operators(self.newest().captured)
+            self._warn_of_operators(self.newest().captured)
         if not is_valid:
             watch.undo()
             raise watch.first_call_error()
@@ -410,19 +410,14 @@ class Engine:
                 "moving constant arguments to the model constructor: each new string is a new capture."
             )
 
-    def _report_operators(self, captured: Captured) -> None:
-        """Log the operators without an ONNX form; warn, once per set of them, if the user asked for graph files."""
+    def _warn_of_operators(self, captured: Captured) -> None:
+        """Warn, once per set of them, of the operators without an ONNX form."""
         names = {node.attributes.get_string("operator") for node in captured.model.graph if node.domain == ATEN}
-        if not names:
-            return
-        text = (
-            f"{type(self._module).__name__} calls operators without an ONNX form: {', '.join(sorted(names))}. They "
-            "run in PyTorch, exactly as in eager; a file of the graph runs in onnxtrain only"
-        )
-        if self._options.save_graphs is None:
-            LOG.info(text)
-        else:
-            self._warn(text)
+        if names:
+            self._warn(
+                f"{type(self._module).__name__} calls operators without an ONNX form: {', '.join(sorted(names))}. They "
+                "run in PyTorch, exactly as in eager; a file of the graph runs in onnxtrain only"
+            )
 
     # Falling back
 

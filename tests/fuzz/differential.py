@@ -53,6 +53,17 @@ DOCUMENTED = (
         "_\\(|\\] [-+*/]?= |[-+*/]= |inplace=True",
         "a value with a gradient is written into a buffer or an input",
     ),
+    (
+        "A view was created in no_grad mode and its base",
+        "_\\(|\\] [-+*/]?= |[-+*/]= |inplace=True",
+        "a value with a gradient is written into an input of which a view was taken",
+    ),
+    ("Output size is too small", "conv_transpose", "a transposed convolution of no elements"),
+    (
+        "the graph cannot compute the size",
+        "interpolate",
+        "slices with a step of what interpolate resizes by a fraction",
+    ),
     ("a tensor being mutated that has internal overlap", "unfold|expand|broadcast", "overlapping views"),
     ("elements overlap in memory", "unfold|expand|broadcast", "overlapping views"),
     ("that is not contiguous with normal_", "normal_", "normal_ of strided memory"),

@@ -333,6 +333,8 @@ class Draw:
 
     def labels(self, x: Operand, classes: builtins.int | None = None) -> str:
         classes = classes or x.shape[1]
+        if not classes:
+            raise Refused
         if not x.is_static(0):
             return f"torch.arange({x}.size(0)) % {classes}"
         return str(self._maker.buffer((x.shape[0],), f"integers(seed, {classes}, *shape)"))
