@@ -322,7 +322,8 @@ def test_replays_of_several_threads_are_exclusive(log: Recorders) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(equal, zip(batches, expected, strict=True)))
     records, plays = log.since()
-    assert records <= MOST_RECORDINGS  # one for each thread that held a result while another one called
+    # One for each thread that held a result while another one called; the first may be dropped for one that copies it.
+    assert records <= MOST_RECORDINGS + 1
     assert plays == 4 * 20 - CALLS
 
 

@@ -658,7 +658,7 @@ def test_causal_masks_are_recognized() -> None:
     visible = np.tril(np.ones((5, 5), bool))
     additive = np.where(visible, 0.0, -np.inf)
     causal = [op.constant(visible, ir.DataType.BOOL), op.constant(additive[None, None], ir.DataType.FLOAT)]
-    causal += [causal_mask(op, 5, 6, ir.DataType.FLOAT)]
+    q = op.constant(np.ones((1, 1, 5, 4)), ir.DataType.FLOAT)
     others = [np.tril(visible, -1), ~visible, np.ones((5, 5), bool), np.stack([visible, visible])]
     not_causal = [op.constant(x, ir.DataType.BOOL) for x in others]
     other_values = [
@@ -668,7 +668,12 @@ def test_causal_masks_are_recognized() -> None:
     ]
     not_causal += [op.constant(x, ir.DataType.FLOAT) for x in other_values]
     not_causal += [op.Trilu(op.constant(others[2], ir.DataType.BOOL), upper=1)]
-    assert [is_causal_mask(m) for m in (*causal, *not_causal)] == [True] * len(causal) + [False] * len(not_causal)
+    expected = [True] * len(causal) + [False] * len(not_causal)
+    assert [is_causal_mask(m, q, q) for m in (*causal, *not_causal)] == expected
+    six_keys = op.constant(np.ones((1, 1, 6, 4)), ir.DataType.FLOAT)
+    wide = causal_mask(op, 5, 6, ir.DataType.FLOAT)
+    assert is_causal_mask(wide, q, six_keys)
+    assert not is_causal_mask(wide, six_keys, six_keys)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

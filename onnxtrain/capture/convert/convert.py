@@ -360,7 +360,7 @@ def _with_fixed_sizes(
 
 def _is_copy(node: torch.fx.Node) -> bool:
     """Return whether an operator gives new memory also where it changes no element, as `x.repeat(1)` does."""
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return False
     if any(not storages_of(node).isdisjoint(storages_of(argument)) for argument in node.all_input_nodes):
         return False  # as a dropout in eval mode

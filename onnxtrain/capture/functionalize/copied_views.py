@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch.export.exported_program import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.functionalize.no_grad import mutated_arguments
@@ -33,15 +33,29 @@ def decide_copies(program: ExportedProgram, decisions: SizeDecisions) -> None:
     Raises:
         CaptureError: the call has such a size.
     """
-    modules = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
-    nodes = [node for module in modules for node in module.graph.nodes if node.op == "call_function"]
-    written = {storage for node in nodes for argument in mutated_arguments(node) for storage in storages_of(argument)}
-    for node in nodes if written else ():
-        if node.target not in _COPIES_OR_VIEWS:
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            _decide_in(module, decisions)
+
+
+def _decide_in(module: GraphModule, decisions: SizeDecisions) -> None:
+    written_later: set[int] = set()
+    for node in reversed(module.graph.nodes):
+        for argument in _mutated(node):
+            written_later |= storages_of(argument)
+        if node.op != "call_function" or node.target not in _COPIES_OR_VIEWS:
             continue
         source = node.args[0]
         own, copied = storages_of(source), storages_of(node)
-        if own.isdisjoint(copied) and not written.isdisjoint(own | copied):
+        if own.isdisjoint(copied) and not written_later.isdisjoint(own | copied):
             for size in source.meta["val"].shape:
                 if isinstance(size, torch.SymInt):
                     decisions.record_not_one(size, source_location.of_node(node) or "")
+
+
+def _mutated(node: Node) -> list[Node]:
+    """Return the tensors that a node writes: all operands of a region in which anything is written."""
+    regions = [operand for operand in node.all_input_nodes if operand.op == "get_attr"]
+    if node.op != "call_function" or not regions:
+        return mutated_arguments(node)
+    return [operand for operand in node.all_input_nodes if operand not in regions]
