@@ -167,10 +167,12 @@ def _are_held(values: list[Any], own: frozenset[int]) -> bool:
     """
     referrers = gc.get_referrers(*values)
     own |= {id(values), id(referrers)}
-    others = [h for h in referrers if id(h) not in own]
-    tuples = [h for h in others if isinstance(h, tuple)]
+    own_references = next(_references(value) for value in [object()])
+    # Nothing else refers to the tuple of arguments of the call above, which Python 3.13 counts as a referrer.
+    tuples = [h for h in referrers if isinstance(h, tuple) and id(h) not in own and _references(h) > own_references]
+    others = [h for h in referrers if not isinstance(h, tuple) and id(h) not in own]
     own |= {id(others), id(tuples), *map(id, tuples)}
-    if any(_may_belong_to_user(h, own) for h in others if not isinstance(h, tuple)):
+    if any(_may_belong_to_user(h, own) for h in others):
         return True
     return bool(tuples) and _are_held(tuples, own)
 
