@@ -21,6 +21,16 @@ GRADIENT = "w_grad.accumulation"
 FACTS = {"trainable": ["w"], "frozen": [], "buffers": []}
 
 
+def save_w(folder: Path) -> None:
+    content = checkpoint.Checkpoint({"w": np.float32(2).reshape(())}, {"w"})
+    checkpoint.save(content, folder / "checkpoint")
+
+
+def opened(folder: Path) -> tuple[CheckpointState, Module]:
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    return state, Module(folder / "training_model.onnx", state)
+
+
 def finish(g: Sketch, kind: int, path: Path, inputs: list[str], outputs: list[str]) -> None:
     """Add the parameter `w` and the sum of its gradient `d_w`."""
     g.take("w", [], kind)
@@ -61,14 +71,12 @@ def texts(folder: Path) -> None:
     g.give("loss", [])
     g.give("echo", ["n"], TensorProto.STRING)
     finish(g, TensorProto.FLOAT, folder / "training_model.onnx", ["words"], ["loss", "echo"])
-    content = checkpoint.Checkpoint({"w": np.float32(2).reshape(())}, {"w"})
-    checkpoint.save(content, folder / "checkpoint")
+    save_w(folder)
 
 
 def test_strings_as_inputs_and_outputs(tmp_path: Path) -> None:
     texts(tmp_path)
-    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
-    module = Module(tmp_path / "training_model.onnx", state)
+    state, module = opened(tmp_path)
     for words in (["one", "drei ü", "four"], np.array(["zwei", "zwei"]), []):
         words = np.asarray(words, dtype=object if isinstance(words, list) else None)
         loss, echo = module(words)
@@ -113,14 +121,12 @@ def containers(folder: Path) -> None:
         )
     )
     finish(g, TensorProto.FLOAT, folder / "training_model.onnx", ["parts", "extra"], ["loss", "both"])
-    content = checkpoint.Checkpoint({"w": np.float32(2).reshape(())}, {"w"})
-    checkpoint.save(content, folder / "checkpoint")
+    save_w(folder)
 
 
 def test_sequences_and_optionals_as_inputs_and_outputs(tmp_path: Path) -> None:
     containers(tmp_path)
-    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
-    module = Module(tmp_path / "training_model.onnx", state)
+    state, module = opened(tmp_path)
     one, two = np.array([1, 2], np.float32), np.array([4], np.float32)
     loss, both = module([one, two], None)
     assert loss == 14
@@ -177,8 +183,7 @@ def halves(folder: Path, dtype: np.dtype, kind: int) -> None:
 )
 def test_half_precision_inputs_and_outputs(dtype: np.dtype, kind: int, tmp_path: Path) -> None:
     halves(tmp_path, dtype, kind)
-    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
-    module = Module(tmp_path / "training_model.onnx", state)
+    state, module = opened(tmp_path)
     optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
     optimizer.set_learning_rate(0.25)
     x = np.array([0.5, 1.25, -3, 7, 0.1], np.float32).astype(dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -161,6 +162,17 @@ class OnGpu(nn.Module):
         return self.score(x.masked_fill((words == 0)[..., None], 0.0).sum(1)).square().mean()
 
 
+@contextmanager
+def waits_raise() -> Iterator[None]:
+    """Make a synchronization of the host with the GPU an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 def test_a_step_does_not_wait_for_the_gpu_if_the_host_knows_the_batch() -> None:
     torch.manual_seed(0)
@@ -168,12 +180,8 @@ def test_a_step_does_not_wait_for_the_gpu_if_the_host_knows_the_batch() -> None:
     wrapped = ORTModule(OnGpu().cuda().bfloat16(), skip_padding="always")
     wrapped(words.cuda()).backward()  # compiles
     batch = to_device(words, "cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         wrapped(batch).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -196,12 +204,8 @@ def test_a_step_waits_for_the_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return copies
 
     monkeypatch.setattr(packing, "copied_to_host", recording)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         wrapped(words).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert waits == 1
 
 

@@ -395,3 +395,20 @@ def test_a_reshape_that_is_a_view_at_some_sizes_shares_memory_there(first: tuple
     for sizes in (first, (1, 5, 3), (4, 5, 3), (5, 1, 3), (1, 1, 3)):
         x = torch.randn(sizes)
         assert_matches(ours(x.clone()), SharesAtOneRow(), x)
+
+
+class SharesAtOneRowOfARegion(nn.Module):
+    """The write is in a region of its own in the trace."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.transpose(0, 1).reshape(-1)
+        with torch.no_grad():
+            x.narrow(1, 0, 1).fill_(-1.0)
+        return y + 0
+
+
+def test_a_write_in_a_region_reaches_a_reshape_that_is_a_view_at_size_1() -> None:
+    ours = ORTModule(SharesAtOneRowOfARegion(), rng="torch", fallback_policy="FALLBACK_DISABLE")
+    for sizes in ((3, 5, 3), (1, 5, 3), (4, 5, 3)):
+        x = torch.randn(sizes)
+        assert_matches(ours(x.clone()), SharesAtOneRowOfARegion(), x)

@@ -8,6 +8,8 @@ only calls without a size of 1 there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
@@ -33,29 +35,27 @@ def decide_copies(program: ExportedProgram, decisions: SizeDecisions) -> None:
     Raises:
         CaptureError: the call has such a size.
     """
-    for module in program.graph_module.modules():
-        if isinstance(module, GraphModule):
-            _decide_in(module, decisions)
+    _decide_in(program.graph_module, decisions, set())
 
 
-def _decide_in(module: GraphModule, decisions: SizeDecisions) -> None:
-    written_later: set[int] = set()
+def _decide_in(module: GraphModule, decisions: SizeDecisions, written_later: set[int]) -> None:
+    """Decide in a graph and its regions; add the storages that they write to those that are written later."""
     for node in reversed(module.graph.nodes):
-        for argument in _mutated(node):
+        for operand in node.all_input_nodes:
+            region = getattr(module, str(operand.target), None) if operand.op == "get_attr" else None
+            if isinstance(region, GraphModule):
+                _decide_in(region, decisions, written_later)
+        for argument in mutated_arguments(node):
             written_later |= storages_of(argument)
-        if node.op != "call_function" or node.target not in _COPIES_OR_VIEWS:
-            continue
-        source = node.args[0]
-        own, copied = storages_of(source), storages_of(node)
-        if own.isdisjoint(copied) and not written_later.isdisjoint(own | copied):
-            for size in source.meta["val"].shape:
-                if isinstance(size, torch.SymInt):
-                    decisions.record_not_one(size, source_location.of_node(node) or "")
+        if node.target in _COPIES_OR_VIEWS:
+            _decide(node, decisions, written_later)
 
 
-def _mutated(node: Node) -> list[Node]:
-    """Return the tensors that a node writes: all operands of a region in which anything is written."""
-    regions = [operand for operand in node.all_input_nodes if operand.op == "get_attr"]
-    if node.op != "call_function" or not regions:
-        return mutated_arguments(node)
-    return [operand for operand in node.all_input_nodes if operand not in regions]
+def _decide(node: Node, decisions: SizeDecisions, written_later: set[int]) -> None:
+    source: Any = node.args[0]
+    own, copied = storages_of(source), storages_of(node)
+    if not own.isdisjoint(copied) or written_later.isdisjoint(own | copied):
+        return
+    for size in source.meta["val"].shape:
+        if isinstance(size, torch.SymInt):
+            decisions.record_not_one(size, source_location.of_node(node) or "")

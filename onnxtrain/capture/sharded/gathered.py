@@ -11,24 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.sharded.layout import Group, Layout, dtensor_class, gathered_bytes, is_sharded
-from onnxtrain.capture.sharded.parameters import ShardedParameters, local_of
+from onnxtrain.capture.sharded.parameters import LocalTensors, ShardedParameters
 from onnxtrain.errors import CaptureError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.collective.parameters import GATHER_PARAMETER
 from onnxtrain.ops.collective.transfers import OPERATORS, WAIT
+from onnxtrain.ops.reshape.slicing import SLICE
 
-_TODO = "call shard_parameters on the whole module, after its last change"
+_REMEDY = "call shard_parameters on the whole module, after its last change"
 
 
-class GatheredParameters:
+class GatheredParameters(LocalTensors):
     """The parameters that `shard_parameters` sharded, which a capture gathers from the ranks of one mesh.
 
     Raises:
@@ -36,23 +36,8 @@ class GatheredParameters:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._entries: list[tuple[dict[str, Any], str, Any]] = []
-        for submodule in module.modules():
-            table: dict[str, Any] = submodule._parameters
-            self._entries += [(table, name, tensor) for name, tensor in table.items() if is_sharded(tensor)]
+        super().__init__(module)
         self._group = _group_of(module)
-
-    @contextmanager
-    def as_local_tensors(self) -> Iterator[None]:
-        """Let the module hold its shards."""
-        locals_of: dict[int, Any] = {}
-        for table, name, tensor in self._entries:
-            table[name] = locals_of.setdefault(id(tensor), local_of(tensor))
-        try:
-            yield
-        finally:
-            for table, name, tensor in self._entries:
-                table[name] = tensor
 
     @contextmanager
     def as_values(self) -> Iterator[None]:
@@ -116,7 +101,7 @@ def _group_of(module: torch.nn.Module) -> Group:
 
 
 def _refused(problem: str, where: str, expected: str, got: str) -> CaptureError:
-    return CaptureError(f"after shard_parameters, {problem}", where=where, expected=expected, got=got, todo=_TODO)
+    return CaptureError(f"after shard_parameters, {problem}", where=where, expected=expected, got=got, todo=_REMEDY)
 
 
 # The graph
@@ -174,7 +159,7 @@ def _chain(gather: ir.Node) -> list[ir.Node]:
         pending = [v for p in producers for v in p.inputs]
     wait = next(user for user in traversal.users(gather.outputs[0]) if definition_of(user) is WAIT)
     users = traversal.users(wait.outputs[0])
-    rest = users if len(users) == 1 and users[0].op_type == "Slice" else []
+    rest = users if len(users) == 1 and definition_of(users[0]) is SLICE else []
     return [*before, gather, wait, *rest]
 
 

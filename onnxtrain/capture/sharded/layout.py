@@ -13,7 +13,7 @@ from onnxtrain.errors import CaptureError
 _DTENSOR = "torch.distributed.tensor"
 
 
-# Attribute of a module whose DTensor parameters forward gathers: the least number of bytes to communicate at once.
+# Attribute of a module whose DTensor parameters forward gathers: how many bytes of those read last backward keeps.
 GATHERED = "_onnxtrain_gathered"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.sharded.layout import Group, Layout, is_sharded, sharding_of
+from onnxtrain.capture.sharded.layout import is_sharded, sharding_of
 from onnxtrain.capture.sharded.value import ShardedValue
 from onnxtrain.torch_compat.patch_points import DTENSOR_OF_STYLES
 
@@ -22,32 +22,39 @@ _STYLES = "torch.distributed.tensor.parallel.style"
 _DISTRIBUTE = "torch.distributed.tensor._api"  # distribute_module, which registers the functions of styles as hooks
 
 
-class ShardedParameters:
-    """The DTensor parameters and buffers of a module.
+class LocalTensors:
+    """The DTensor parameters and buffers of a module, in whose place it holds local tensors during the export."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+        for submodule in module.modules():
+            tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
+            for table in tables:
+                self._entries += [(table, name, tensor) for name, tensor in table.items() if is_sharded(tensor)]
+
+    @contextmanager
+    def as_local_tensors(self) -> Iterator[None]:
+        """Let the module hold its local tensors."""
+        locals_of: dict[int, Any] = {}
+        for table, name, tensor in self._entries:
+            table[name] = locals_of.setdefault(id(tensor), local_of(tensor))
+        try:
+            yield
+        finally:
+            for table, name, tensor in self._entries:
+                table[name] = tensor
+
+
+class ShardedParameters(LocalTensors):
+    """Those that forward sees as DTensors.
 
     Raises:
         CaptureError: one is laid out as a graph does not support.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._entries: list[tuple[dict[str, Any], str, torch.Tensor, Layout, Group]] = []
-        for submodule in module.modules():
-            tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
-            for table in tables:
-                sharded = {name: tensor for name, tensor in table.items() if is_sharded(tensor)}
-                self._entries += [(table, name, tensor, *sharding_of(tensor)) for name, tensor in sharded.items()]
-
-    @contextmanager
-    def as_local_tensors(self) -> Iterator[None]:
-        """Let the module hold its local tensors."""
-        locals_of: dict[int, Any] = {}
-        for table, name, tensor, *_ in self._entries:
-            table[name] = locals_of.setdefault(id(tensor), local_of(tensor))
-        try:
-            yield
-        finally:
-            for table, name, tensor, *_ in self._entries:
-                table[name] = tensor
+        super().__init__(module)
+        self._shardings = [sharding_of(tensor) for _, _, tensor in self._entries]
 
     @contextmanager
     def as_values(self) -> Iterator[None]:
@@ -55,16 +62,16 @@ class ShardedParameters:
         if not self._entries:
             yield
             return
-        traced = [table[name] for table, name, *_ in self._entries]
+        traced = [table[name] for table, name, _ in self._entries]
         values: dict[int, ShardedValue] = {}
-        for (table, name, _, layout, group), local in zip(self._entries, traced, strict=True):
+        for (table, name, _), (layout, group), local in zip(self._entries, self._shardings, traced, strict=True):
             table[name] = values.setdefault(id(local), ShardedValue(group, layout, local))
         owner = threading.get_ident()
         try:
             with DTENSOR_OF_STYLES.wrapped(lambda original: _stand_in(original, owner)):
                 yield
         finally:
-            for (table, name, *_), local in zip(self._entries, traced, strict=True):
+            for (table, name, _), local in zip(self._entries, traced, strict=True):
                 table[name] = local
 
 

@@ -230,17 +230,22 @@ def _clamp_axes(n: NodeView) -> str:
     return f"{', '.join('-' if v is None else '...' for v in n.node.inputs)} -> ..."
 
 
+def _clamps(overload: str) -> dict[str, FromTorch]:
+    """Return the conversions of the operators whose bounds are numbers (default) or tensors (Tensor)."""
+    return {
+        f"aten.clamp.{overload}": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+        f"aten.clip.{overload}": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
+        f"aten.clamp_min.{overload}": lambda op, x, min: _capture_clamp(op, x, min, None),
+        f"aten.clamp_max.{overload}": lambda op, x, max: _capture_clamp(op, x, None, max),
+    }
+
+
 CLIP = define_pure(
     "",
     "Clip",
     ("x", "min?", "max?"),
     ("y",),
-    from_torch={
-        "aten.clamp.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
-        "aten.clip.default": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
-        "aten.clamp_min.default": lambda op, x, min: _capture_clamp(op, x, min, None),
-        "aten.clamp_max.default": lambda op, x, max: _capture_clamp(op, x, None, max),
-    },
+    from_torch=_clamps("default"),
     shapes=same_as("x"),
     body=STANDARD,
     gradient=(Gradient(_clip_gradient, ("x", "min", "max")),),
@@ -253,12 +258,7 @@ CLAMP = define_pure(
     "Clamp",
     ("x", "min?", "max?"),
     ("y",),
-    from_torch={
-        "aten.clamp.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
-        "aten.clip.Tensor": lambda op, x, min=None, max=None: _capture_clamp(op, x, min, max),
-        "aten.clamp_min.Tensor": lambda op, x, min: _capture_clamp(op, x, min, None),
-        "aten.clamp_max.Tensor": lambda op, x, max: _capture_clamp(op, x, None, max),
-    },
+    from_torch=_clamps("Tensor"),
     shapes=_clamp_types,
     body=_clamp_body,
     gradient=(Gradient(_clamp_gradient, ("x", "min", "max")),),
