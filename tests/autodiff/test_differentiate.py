@@ -126,6 +126,24 @@ def test_a_wrong_rule_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: object,
         joint_of(op, [op.Exp(a)], [True])
 
 
+def test_a_dynamic_size_may_be_1_by_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 rows, F.pad(x.chunk(2)[0], (0, -1)) is empty by a guard: the gradient has 1 row, the chunk n."""
+    import dataclasses
+
+    from onnxtrain.ops.definition import Gradient
+
+    one_row = dataclasses.replace(
+        OPS["", "Exp"],
+        gradient=(Gradient(lambda op, n, dy: op.ReduceSum(dy, op.constant([0], INT), keepdims=1), ()),),
+    )
+    monkeypatch.setitem(OPS, ("", "Exp"), one_row)
+    op, (x,) = start(x=(FLOAT, ("n",)))
+    joint = joint_of(op, [op.Exp(x)], [True])
+    assert torch.equal(gradients(joint, [torch.ones(1)], [torch.full((1,), 3.0)])[0], torch.full((1,), 3.0))
+    with pytest.raises(RuntimeError, match="not expandable"):
+        gradients(joint, [torch.ones(2)], [torch.ones(2)])
+
+
 def test_padding_and_unpadding_are_each_others_gradients() -> None:
     """No GatherGrad restores padding, in forward or backward."""
     op, (x, rows) = start(x=(FLOAT, ("n", 2)), rows=(INT, ("n",)))

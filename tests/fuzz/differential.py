@@ -129,7 +129,7 @@ def _judge(program: Program, configuration: Configuration) -> Verdict:
         return Verdict("discarded", f"in float64: {type(error).__name__}: {error}")
     if difference := sides.structure(eager, exact):
         return Verdict("discarded", f"in float64: {difference}")
-    fast = configuration.options.get("rng") == "fast" and sides.draws(eager)
+    fast = configuration.options.get("rng") == "fast"
     for attempt in range(2 if configuration.cached else 1):
         try:
             got = sides.ours()
@@ -140,10 +140,12 @@ def _judge(program: Program, configuration: Configuration) -> Verdict:
             return Verdict("refused", "memory budget")
         except Exception as error:  # noqa: BLE001  # every error of onnxtrain's is a finding
             return Verdict("error", _described(error))
-        if fast:  # other random numbers than eager's: the same form, and the same twice
+        if fast and (sides.draws(eager) or sides.draws(got)):  # other random numbers: the same form, and the same twice
             difference = sides.structure(eager, got) or _difference(sides.ours(), got, got)
             return Verdict("wrong", f"with rng=fast: {difference}") if difference else Verdict("equal")
         if difference := _difference(got, eager, exact):
+            if sides.overwrites_saved_tensors():
+                return Verdict("discarded", "eager's backward reads a tensor that forward overwrote unseen by autograd")
             if sides.moves(eager, exact, got):
                 return Verdict("unstable", difference)
             return Verdict("wrong", f"{difference}{' from the cache' if attempt else ''}")
@@ -273,10 +275,26 @@ class Sides:
                     return f"{name} has another form"
         return ""
 
-    def draws(self, eager: Sequence[Named]) -> bool:
-        """Whether eager samples random numbers."""
-        states = [call["random state"] for call in eager if "random state" in call]
+    def draws(self, calls: Sequence[Named]) -> bool:
+        """Whether these calls sampled random numbers; onnxtrain samples a seed for dropout of no elements, too."""
+        states = [call["random state"] for call in calls if "random state" in call]
         return any(not torch.equal(torch.manual_seed(n).get_state(), state) for n, state in enumerate(states))
+
+    def overwrites_saved_tensors(self) -> bool:
+        """Whether forward changes a tensor that eager saved for backward, by `.data` or `detach()`: no derivative."""
+        overwritten = False
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return tensor, tensor.detach().clone()
+
+        def unpack(saved: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            nonlocal overwritten
+            overwritten = overwritten or _changed(*saved)
+            return saved[0]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            self.eager()
+        return overwritten
 
     def moves(self, eager: Sequence[Named], exact: Sequence[Named], got: Sequence[Named]) -> bool:
         """Whether eager's results change by as much as our error if inputs are perturbed by some rounding errors."""

@@ -101,6 +101,7 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "uniform of a transpose": lambda x: x.mT * torch.rand_like(x.mT) * torch.randint_like(x.mT, 9),
     "in place by a tensor": lambda x: x.mT * torch.empty_like(x.mT).bernoulli_(torch.full_like(x[0, 0], 0.5)[:, None]),
     "alpha in the order of memory": lambda x: x.mT * F.alpha_dropout(x.mT, 0.5, training=True),
+    "alpha of an expanded tensor": lambda x: x * F.alpha_dropout(x.mean(0).expand(x.shape), 0.5, training=True),
     "alpha in place": lambda x: F.alpha_dropout((x * 1).mT, 0.5, training=True, inplace=True),
     "gumbel": lambda x: F.gumbel_softmax(x, hard=True) * x,
     "randomized relu": lambda x: F.rrelu(x, training=True),

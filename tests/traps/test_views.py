@@ -239,6 +239,21 @@ def test_a_write_to_an_overlapping_view_is_refused(text: str) -> None:
         ours(Calls(written(text)))(torch.randn(3, WIDTH))
 
 
+def test_a_view_whose_elements_overlap_is_transposed_in_place() -> None:
+    """`t_` writes to no element."""
+    assert_as_eager(written("y = x.mean(0).expand(2, 4); y.t_(); v = x * y.sum(1)"))
+
+
+def test_the_gradient_is_taken_at_the_values_that_forward_read() -> None:
+    """Autograd does not see a write to `x.data`: eager's backward reads what was written, which gives no derivative."""
+    gradients = []
+    overwriting = ours(Calls(written("v = x * self.weight; x.data.fill_(0.5)")))
+    for model in (overwriting, Calls(written("v = x * self.weight"))):
+        model(torch.ones(3, WIDTH)).sum().backward()
+        gradients.append(next(model.parameters()).grad)
+    assert torch.equal(*gradients)
+
+
 # Buffers written from values of another shape or dtype
 
 

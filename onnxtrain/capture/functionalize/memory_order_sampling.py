@@ -70,7 +70,8 @@ def _refuse_strided(node: Node) -> None:
 def _permute(node: Node, *, is_fill: bool) -> None:
     filled = node.args[0]
     assert isinstance(filled, Node)
-    perm = _memory_order(filled.meta["val"])
+    # alpha_dropout samples into an empty_like of its argument: contiguous, if the argument is expanded.
+    perm = _memory_order(filled.meta["val"] if is_fill else torch.empty_like(filled.meta["val"]))
     if perm == sorted(perm):
         return
     result = node.meta["val"]

@@ -14,6 +14,7 @@ from onnxtrain.capture import source_location
 from onnxtrain.capture.functionalize.no_grad import mutated_arguments
 from onnxtrain.capture.node_storage import example_size
 from onnxtrain.errors import CaptureError
+from onnxtrain.torch_compat.operators import OpOverload
 
 _aten = torch.ops.aten
 _SCATTERS = {_aten.select_scatter, _aten.slice_scatter, _aten.diagonal_scatter, _aten.as_strided_scatter}
@@ -39,6 +40,8 @@ def refuse_overlapping_writes(program: ExportedProgram) -> None:
 def _written_values(node: Node) -> list[Node]:
     if getattr(node.target, "overloadpacket", None) in _SCATTERS:
         return [argument for argument in node.args[:1] if isinstance(argument, Node)]
+    if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags:
+        return []  # x.t_() changes the strides and no element
     return mutated_arguments(node)
 
 
