@@ -63,7 +63,10 @@ class _Condition:
     where: str = ""
 
     def holds(self, binding: _Binding) -> bool:
-        value = self.expr.xreplace(binding)
+        try:
+            value = self.expr.xreplace(binding)
+        except ZeroDivisionError:  # a size that is 0 divides another one
+            return False
         return value == sympy.true or value is True
 
 
@@ -262,7 +265,10 @@ class Guards:
         for condition in (*self._conditions, *alternative.forced):
             tests.append(_python(condition.expr.xreplace(variables)) or "False")  # "False" leaves it to the slow check
         sizes = f"{' and '.join(dict.fromkeys(tests)) or 'True'} or slow_check(tensors)"
-        lines.append(f"    return ({sizes}) and elements_hold(tensors)" if self.elements else f"    return {sizes}")
+        elements = " and elements_hold(tensors)" if self.elements else ""
+        # A condition may divide by a size that is 0 in this call: for the slow check, it does not hold.
+        lines += ["    try:", f"        return ({sizes}){elements}"]
+        lines += ["    except ZeroDivisionError:", f"        return slow_check(tensors){elements}"]
         scope: dict[str, Any] = {"slow_check": self._slow_check, "elements_hold": self._elements_hold}
         exec(compile("\n".join(lines), "<onnxtrain guards>", "exec"), scope)
         check: Callable[[Sequence[torch.Tensor]], bool] = scope["check"]

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 import transformers
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from onnxtrain.capture.guards.guards import Guards, compile_guards
+from onnxtrain.capture.guards.guards import Guards, StoredGuards, compile_guards
 from onnxtrain.capture.guards.size_decisions import SizeDecisions, example_candidates
 from onnxtrain.errors import CaptureError
+from onnxtrain.torch_compat.symbols import functions
 from tests.thinned import slow_but_every, slow_except
 
 Forward = Callable[..., Any]
@@ -224,6 +226,14 @@ def test_bert_is_one_capture(sizes: list[tuple[int, int]]) -> None:
 
 def guards_of(forward: Forward, *shapes: tuple[int, ...]) -> Guards:
     return export(forward, tensors_of(shapes)).guards
+
+
+def test_a_condition_that_divides_by_zero_does_not_hold() -> None:
+    """`torch.diff(x, dim=0).reshape(-1, 2)` asks for elements modulo the size of the difference, 0 for one row."""
+    rows = sympy.Symbol("rows", integer=True, positive=True)
+    condition = sympy.Eq(functions.Mod(functions.FloorDiv(12, rows - 1), 2), 0)
+    guards = Guards.from_stored(StoredGuards(("x",), [[rows]], {rows: (0, 0)}, [(condition, False)], ()))
+    assert [guards([torch.empty(rows)]) for rows in (1, 2, 3, 5)] == [False, True, True, False]
 
 
 def test_explain_names_the_failing_condition() -> None:
