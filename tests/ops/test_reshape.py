@@ -68,7 +68,7 @@ FUNCTIONS: dict[str, Function] = {
     "split": lambda x: (*x.split(4, -1), *x.split([1, 3, 2], -1), *x.chunk(4, -1), *x.tensor_split(4, -1)),
     "split-one": lambda x: x.chunk(3, -1)[1] * 2,
     "hsplit": lambda x: (*torch.hsplit(x[0].T, 1), *torch.vsplit(x[0].T, 2)),
-    "unbind": lambda x: (*x.unbind(-1)[:2], x[:, :2].unbind(1)[1]),
+    "unbind": lambda x: (*x.unbind(-1)[:2], x[:, :2].unbind(1)[1], sum(x[:, :0].unbind(1), x * 2)),
     "slice": lambda x: (x[:, 1:], x[:, :-1], x[..., ::2], x[..., 1:4], x[:, -2:], x[:, :, -1:]),
     "slice-by-sizes": lambda x: (x[:, : x.size(1) // 2], x[:, x.size(1) - 1 :]),
     "select": lambda x: (x[0], x[:, -1], x[..., 2], x.select(1, 1), x[:, x.size(1) - 1]),

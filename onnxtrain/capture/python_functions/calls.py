@@ -277,8 +277,12 @@ class Arguments:
         return Slot("tensor", len(self.tensors) - 1)
 
     def _refuse_leaf_of_forward(self, tensor: torch.Tensor) -> None:
-        """Refuse a leaf that forward created and that requires a gradient: backward runs even if no input needs one."""
-        if not (tensor.requires_grad and tensor.is_leaf and isinstance(tensor, FakeTensor)):
+        """Refuse a leaf that forward created and that requires a gradient: backward runs even if no input needs one.
+
+        Under no_grad there is no backward, and `ravel` of an input that requires a gradient is such a leaf.
+        """
+        is_leaf = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
+        if not (is_leaf and isinstance(tensor, FakeTensor)):
             return
         if not _represents_real_tensor(tensor):
             raise CaptureError(

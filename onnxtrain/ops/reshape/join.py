@@ -162,8 +162,8 @@ def _concat_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
 
 def split(op: Builder, x: ir.Value, lengths: Sequence[Size], axis: int) -> tuple[ir.Value, ...]:
     """Split x along `axis` into pieces of these lengths; return x itself for a single one."""
-    if len(lengths) == 1:
-        return (x,)
+    if len(lengths) <= 1:
+        return (x,) * len(lengths)
     shape = sizes.dims_of(x)
     axis = normalize_axis(axis, len(shape))
     types = [TensorType(dtype_of(x), (*shape[:axis], length, *shape[axis + 1 :])) for length in lengths]

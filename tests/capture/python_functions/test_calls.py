@@ -5,6 +5,7 @@ Each function's backward differs from the derivative of its forward: a test then
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import operator
@@ -1330,6 +1331,13 @@ def test_a_leaf_made_in_forward_is_refused() -> None:
     refused(
         lambda m, x: Takes.apply(torch.zeros(WIDTH, requires_grad=True), x.detach()), "created with requires_grad=True"
     )
+
+
+def test_an_alias_of_a_parameter_under_no_grad_is_no_leaf_of_forward() -> None:
+    module = Around(lambda m, x: Takes.apply(torch.ravel(m.weight)) * x)
+    x = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        assert torch.equal(strict(copy.deepcopy(module))(x), module(x))
 
 
 def test_an_object_returned_is_refused() -> None:
