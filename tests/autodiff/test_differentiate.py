@@ -34,8 +34,8 @@ def joint_of(op: Builder, outputs: list[ir.Value], wrt: list[bool]) -> Joint:
 
 def gradients(joint: Joint, inputs: list[torch.Tensor], cotangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
     parts = cut(joint)
-    found, sizes = Program(parts.forward, "forward", CPU).run(inputs, ())
-    kept = found[joint.outputs :]
+    outputs, sizes = Program(parts.forward, "forward", CPU).run(inputs, ())
+    kept = outputs[joint.outputs :]
     result, _ = Program(parts.backward, "backward", CPU).run([*kept, *cotangents], sizes)
     return list(result)
 
@@ -58,8 +58,8 @@ def test_broadcast_operands_get_gradients_of_their_own_shape() -> None:
     joint = joint_of(op, [op.Mul(a, b)], [True, True])
     x, y = torch.randn(2, 1, 3, requires_grad=True), torch.randn(4, 1, requires_grad=True)
     dz = torch.randn(2, 4, 3)
-    found = gradients(joint, [x.detach(), y.detach()], [dz])
-    assert_matches(found, lambda x, y, dz: torch.autograd.grad(x * y, [x, y], dz), x, y, dz)
+    grads = gradients(joint, [x.detach(), y.detach()], [dz])
+    assert_matches(grads, lambda x, y, dz: torch.autograd.grad(x * y, [x, y], dz), x, y, dz)
 
 
 def test_sizes_that_are_not_proven_equal_are_summed_at_run_time() -> None:
@@ -68,16 +68,16 @@ def test_sizes_that_are_not_proven_equal_are_summed_at_run_time() -> None:
     for n, m in ((3, 3), (3, 1)):
         x, y = torch.randn(n, requires_grad=True), torch.randn(m, requires_grad=True)
         dz = torch.randn(3)
-        found = gradients(joint, [x.detach(), y.detach()], [dz])
-        assert_matches(found, lambda x, y, dz: torch.autograd.grad(x + y, [x, y], dz), x, y, dz)
+        grads = gradients(joint, [x.detach(), y.detach()], [dz])
+        assert_matches(grads, lambda x, y, dz: torch.autograd.grad(x + y, [x, y], dz), x, y, dz)
 
 
 def test_a_value_read_twice_gets_the_sum() -> None:
     op, (a,) = start(a=(FLOAT, ("n",)))
     joint = joint_of(op, [op.Mul(op.Exp(a), op.Tanh(a))], [True])
     x, dz = torch.randn(5, requires_grad=True), torch.randn(5)
-    found = gradients(joint, [x.detach()], [dz])
-    assert_matches(found, lambda x, dz: torch.autograd.grad(x.exp() * x.tanh(), x, dz), x, dz)
+    grads = gradients(joint, [x.detach()], [dz])
+    assert_matches(grads, lambda x, dz: torch.autograd.grad(x.exp() * x.tanh(), x, dz), x, dz)
 
 
 def test_integer_edges_carry_no_gradient() -> None:

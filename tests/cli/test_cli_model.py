@@ -107,8 +107,8 @@ def test_an_onnx_file(tmp_path: Path) -> None:
             output = model(x.to(kind))
             output.backward(cotangent.to(kind))
             results.append([output, *(p.grad for p in model.parameters())])
-        for place, (ours, eager, wanted) in enumerate(zip(*results, strict=True)):
-            assert_no_worse_than_eager(f"value {place} of {rows} rows", ours, eager, wanted)
+        for index, (ours, eager, wanted) in enumerate(zip(*results, strict=True)):
+            assert_no_worse_than_eager(f"value {index} of {rows} rows", ours, eager, wanted)
 
 
 class Residual(torch.nn.Module):
@@ -136,8 +136,8 @@ def test_the_module_of_an_onnx_file_runs_under_autograd(tmp_path: Path) -> None:
         output = model(x.to(next(model.parameters()).dtype))
         output.square().mean().backward()
         results.append([output.detach(), *(p.grad for p in model.parameters())])
-    for place, (ours, eager, wanted) in enumerate(zip(*results, strict=True)):
-        assert_no_worse_than_eager(f"value {place}", ours, eager, wanted)
+    for index, (ours, eager, wanted) in enumerate(zip(*results, strict=True)):
+        assert_no_worse_than_eager(f"value {index}", ours, eager, wanted)
 
 
 def test_invalid_models_are_refused(file: Path, tmp_path: Path) -> None:

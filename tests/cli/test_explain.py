@@ -99,21 +99,21 @@ def test_views_are_free() -> None:
 
 def test_skipped_work_is_not_counted(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """4 of 32 tokens have a label; their number depends on the data."""
-    whole = explained(capsys, f"{file}:words")
-    assert "refused  cross_entropy_loss: stops at Linear 'linear' of score: " in whole
-    assert "keep_outputs can name those that are used" in whole
-    assert "models_to_explain.py:12 in forward" in whole  # the user's line
-    assert re.search(r"^as captured: \d+\.\d kFLOP, \d+\.\d KiB read and written$", whole, re.MULTILINE)
+    all_outputs = explained(capsys, f"{file}:words")
+    assert "refused  cross_entropy_loss: stops at Linear 'linear' of score: " in all_outputs
+    assert "keep_outputs can name those that are used" in all_outputs
+    assert "models_to_explain.py:12 in forward" in all_outputs  # the user's line
+    assert re.search(r"^as captured: \d+\.\d kFLOP, \d+\.\d KiB read and written$", all_outputs, re.MULTILINE)
     only_loss = explained(capsys, f"{file}:words", "--keep-outputs", "loss")
     assert "skip tokens with ignored labels" in only_loss
     assert "after all passes" in only_loss
-    assert shares(only_loss, "after all passes")[0] < 30 < shares(whole, "after all passes")[0]
+    assert shares(only_loss, "after all passes")[0] < 30 < shares(all_outputs, "after all passes")[0]
 
 
 def shares(text: str, line: str) -> tuple[int, int]:
     """The remaining percentages of FLOPs and bytes."""
-    (found,) = [each for each in text.splitlines() if each.startswith(line)]
-    flops, moved = found.rpartition("(")[2].rstrip(")").split(" and ")
+    (summary,) = [each for each in text.splitlines() if each.startswith(line)]
+    flops, moved = summary.rpartition("(")[2].rstrip(")").split(" and ")
     return int(flops.rstrip("%")), int(moved.rstrip("%"))
 
 

@@ -181,12 +181,12 @@ def test_kernels_are_registered_as_by_pytorch() -> None:
 def test_composites_are_listed_again_when_an_operator_is_defined() -> None:
     name = "tests_of_shortcuts::composite"
     with capturing(), tracing_shortcuts():
-        known = {op.name() for op in all_composites()}
+        names_before = {op.name() for op in all_composites()}
     with torch.library._scoped_library("tests_of_shortcuts", "DEF") as library:
         library.define("composite(Tensor x) -> Tensor", tags=())
         library.impl("composite", lambda x: x + 1, "CompositeImplicitAutograd")
         with capturing(), tracing_shortcuts():
-            assert {op.name() for op in all_composites()} - known == {name}
+            assert {op.name() for op in all_composites()} - names_before == {name}
 
 
 def test_only_equations_between_sizes_are_solved() -> None:

@@ -97,8 +97,8 @@ def test_aliases_of_gradients_are_not_overwritten(function: Any) -> None:
         x = torch.randn(rows, 4)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = gradients(wrapped, x)
-        triples = zip(found, gradients(module, x), gradients(exact, x.double()), strict=True)
+            grads = gradients(wrapped, x)
+        triples = zip(grads, gradients(module, x), gradients(exact, x.double()), strict=True)
         for number, (got, eager, right) in enumerate(triples):
             assert_no_worse_than_eager(f"{function.__name__} {number}", got, eager, right)
 
