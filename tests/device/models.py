@@ -35,8 +35,8 @@ class Cnn(nn.Module):
         x = self.pool(torch.relu(self.norm(self.first(x))))
         x = torch.relu(self.grouped(x))
         x = self.ceiled(self.average(torch.relu(self.second_norm(self.depthwise(x)))))
-        found: torch.Tensor = self.classify(x.mean((2, 3)))
-        return found
+        logits: torch.Tensor = self.classify(x.mean((2, 3)))
+        return logits
 
 
 class Transformer(nn.Module):
@@ -49,8 +49,8 @@ class Transformer(nn.Module):
         self.classify = nn.Linear(32, 10)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.classify(self.encoder(self.embed(ids) + self.position[:, : ids.shape[1]]).mean(1))
-        return found
+        logits: torch.Tensor = self.classify(self.encoder(self.embed(ids) + self.position[:, : ids.shape[1]]).mean(1))
+        return logits
 
 
 class Recurrent(nn.Module):
@@ -65,8 +65,8 @@ class Recurrent(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         states, last = self.rnn(self.embed(ids))
         last = last[0] if isinstance(last, tuple) else last
-        found: torch.Tensor = self.classify(torch.cat([states.mean(1), last[-1], last[0]], -1))
-        return found
+        logits: torch.Tensor = self.classify(torch.cat([states.mean(1), last[-1], last[0]], -1))
+        return logits
 
 
 class MiniLmHead(nn.Module):
@@ -92,8 +92,8 @@ class MiniLmHead(nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         weights = attention_mask.unsqueeze(-1).to(states.dtype)
-        found: torch.Tensor = self.head((states * weights).sum(1) / weights.sum(1))
-        return found
+        logits: torch.Tensor = self.head((states * weights).sum(1) / weights.sum(1))
+        return logits
 
 
 def _images(shape: tuple[int, ...]) -> Callable[[torch.Generator], Batch]:
@@ -133,9 +133,9 @@ def batches(name: str, count: int) -> list[Batch]:
     return [MODELS[name][1](generator) for _ in range(count)]
 
 
-def export(module: nn.Module, inputs: Batch, names: tuple[str, ...], path: Any, how: str) -> None:
+def export(module: nn.Module, inputs: Batch, names: tuple[str, ...], path: Any, exporter: str) -> None:
     """Exports by PyTorch's TorchScript exporter ("torchscript") or by the newer one ("dynamo")."""
-    if how == "torchscript":
+    if exporter == "torchscript":
         torch.onnx.export(
             module,
             inputs,

@@ -26,8 +26,8 @@ def session(path: Path | str, library: Path | None = None) -> ort.InferenceSessi
 
 def facts(path: Path | str) -> dict[str, Any]:
     model = onnx.load(str(path), load_external_data=False)
-    found: dict[str, Any] = json.loads({p.key: p.value for p in model.metadata_props}["onnxtrain"])
-    return found
+    metadata: dict[str, Any] = json.loads({p.key: p.value for p in model.metadata_props}["onnxtrain"])
+    return metadata
 
 
 class Stock:
@@ -55,37 +55,39 @@ class Stock:
     def update(self) -> None:
         """One optimizer step."""
         path = self.folder / f"{self.prefix}optimizer_model.onnx"
-        known = facts(path)
+        metadata = facts(path)
         if self.steps == 0:
             self.optimizer = session(path)
-            for name in known["trainable"]:
+            for name in metadata["trainable"]:
                 self.values[f"{name}_grad"] = self.values[f"{name}_grad.accumulation.buffer"]
-                for state in known["state"]:
+                for state in metadata["state"]:
                     shape = self.values[name].numpy().shape
-                    zeros = np.zeros(shape, known["state_dtype"][name])
+                    zeros = np.zeros(shape, metadata["state_dtype"][name])
                     self.values[f"{name}.{state}"] = ort.OrtValue.ortvalue_from_numpy(zeros)
         feeds = {"learning_rate": np.array([self.lr], np.float32), "step": np.array([self.steps])}
-        self._run(self.optimizer, known, feeds)
+        self._run(self.optimizer, metadata, feeds)
         self.steps += 1
 
-    def _run(self, run: ort.InferenceSession, known: dict[str, Any], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    def _run(
+        self, run: ort.InferenceSession, metadata: dict[str, Any], feeds: dict[str, np.ndarray]
+    ) -> list[np.ndarray]:
         binding = run.io_binding()
         memory = dict(self.values)
-        for name in known.get("in_chunks", ()):  # two chunks of the same memory
-            for whole in (name, f"{name}_grad", *(f"{name}.{state}" for state in known["state"])):
-                memory[whole] = ort.OrtValue.ortvalue_from_numpy(self.values[whole].numpy().reshape(2, -1))
+        for name in metadata.get("in_chunks", ()):  # two chunks of the same memory
+            for tensor_name in (name, f"{name}_grad", *(f"{name}.{state}" for state in metadata["state"])):
+                memory[tensor_name] = ort.OrtValue.ortvalue_from_numpy(self.values[tensor_name].numpy().reshape(2, -1))
         for value in run.get_inputs():
             given = feeds.get(value.name)
             bound = memory[value.name] if given is None else ort.OrtValue.ortvalue_from_numpy(given)
             binding.bind_ortvalue_input(value.name, bound)
         for value in run.get_outputs():
-            if value.name in known["updates"]:
-                binding.bind_ortvalue_output(value.name, memory[known["updates"][value.name]])
+            if value.name in metadata["updates"]:
+                binding.bind_ortvalue_output(value.name, memory[metadata["updates"][value.name]])
             else:
                 binding.bind_output(value.name)
         run.run_with_iobinding(binding)
         outputs = dict(zip([v.name for v in run.get_outputs()], binding.get_outputs(), strict=True))
-        return [outputs[name].numpy() for name in known["outputs"]]
+        return [outputs[name].numpy() for name in metadata["outputs"]]
 
     def train_on(self, batches: Iterable[tuple[torch.Tensor, ...]]) -> list[float]:
         """A step of the optimizer for each batch; gives the losses."""
@@ -97,14 +99,14 @@ class Stock:
 
     def evaluate(self, *inputs: np.ndarray) -> dict[str, np.ndarray]:
         run = session(self.folder / f"{self.prefix}eval_model.onnx", self.library)
-        known = facts(self.folder / f"{self.prefix}eval_model.onnx")
-        feeds = dict(zip(known["inputs"], inputs, strict=True))
+        metadata = facts(self.folder / f"{self.prefix}eval_model.onnx")
+        feeds = dict(zip(metadata["inputs"], inputs, strict=True))
         feeds |= {v.name: self.values[v.name].numpy() for v in run.get_inputs() if v.name not in feeds}
         return dict(zip([v.name for v in run.get_outputs()], run.run(None, feeds), strict=True))
 
     def parameter(self, name: str) -> np.ndarray:
-        found: np.ndarray = self.values[name].numpy()
-        return found
+        array: np.ndarray = self.values[name].numpy()
+        return array
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The accumulated gradients, by the name of the parameter."""

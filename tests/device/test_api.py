@@ -322,12 +322,12 @@ def test_a_nominal_state_is_filled_first(folder: Path) -> None:
         with pytest.raises(TrainingError, match="nominal"):
             use()
     training.module.train()
-    whole = Training(folder)
-    buffer = whole.module.get_contiguous_parameters()
+    full_training = Training(folder)
+    buffer = full_training.module.get_contiguous_parameters()
     with pytest.raises(TrainingError, match="cannot be filled partially"):
         training.module.copy_buffer_to_parameters(buffer.numpy()[:15])
     training.module.copy_buffer_to_parameters(buffer, trainable_only=False)
-    assert [training.step(seed) for seed in range(3)] == [whole.step(seed) for seed in range(3)]
+    assert [training.step(seed) for seed in range(3)] == [full_training.step(seed) for seed in range(3)]
     save()
 
 

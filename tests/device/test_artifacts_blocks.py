@@ -119,8 +119,8 @@ def test_losses(name: str, portable: bool, tmp_path: Path) -> None:
     x = weight(5, 3)
     target = np.array([0, 3, 1, 2, 2]) if labels else np.abs(weight(5, 4))
     loss = run.step(x, target)[0]
-    found = {"loss": loss, **run.gradients()}
-    assert_matches(found, lambda x, p, t: with_gradients(reference(x @ p["w"], t), p), x, in_torch(model), target)
+    results = {"loss": loss, **run.gradients()}
+    assert_matches(results, lambda x, p, t: with_gradients(reference(x @ p["w"], t), p), x, in_torch(model), target)
 
 
 class OnlyLoss(onnxblock.TrainingBlock):
@@ -210,7 +210,7 @@ def test_building_blocks(tmp_path: Path) -> None:
         proto = onnx.shape_inference.infer_shapes(block.to_model_proto())
     onnx.checker.check_model(proto, full_check=True)
     x = weight(2, 3)
-    found = dict(
+    values = dict(
         zip(names, ort.InferenceSession(proto.SerializeToString()).run(names, {"x": x, "other": x}), strict=True)
     )
 
@@ -221,7 +221,7 @@ def test_building_blocks(tmp_path: Path) -> None:
         norm = (x.square().sum() + clipped.square().sum()).sqrt()
         return [clipped, sums, norm, x @ p["linear.weight"].T + p["linear.bias"]]
 
-    clipped, sums, norm, wide, linear = (found[name] for name in names)
+    clipped, sums, norm, wide, linear = (values[name] for name in names)
     assert_matches([clipped, sums, norm, linear], reference, x, in_torch(proto))
     assert wide.dtype == np.float64
     assert np.array_equal(wide, sums)
@@ -267,8 +267,8 @@ def test_clip_grad_norm_as_a_block() -> None:
         handle.graph.output.extend(helper.make_tensor_value_info(n, TensorProto.FLOAT, [None]) for n in names)
         run = ort.InferenceSession(handle.SerializeToString())
     given = {"a": torch.randn(4), "b": torch.randn(4)}
-    found = run.run(None, {name: gradient.numpy() for name, gradient in given.items()})
-    assert_matches(found, clipped, list(given.values()), 1.0)
+    clipped_gradients = run.run(None, {name: gradient.numpy() for name, gradient in given.items()})
+    assert_matches(clipped_gradients, clipped, list(given.values()), 1.0)
 
 
 # Updates in place
@@ -392,8 +392,8 @@ def test_outputs_bound_in_place_equal_outputs_in_separate_memory(name: str, tmp_
 
 def _run(run: ort.InferenceSession, feeds: dict[str, np.ndarray], updates: dict[str, str]) -> dict[str, np.ndarray]:
     names = [v.name for v in run.get_outputs()]
-    found = dict(zip(names, run.run(None, {v.name: feeds[v.name] for v in run.get_inputs()}), strict=True))
-    return {target: found[output] for output, target in updates.items()}
+    outputs = dict(zip(names, run.run(None, {v.name: feeds[v.name] for v in run.get_inputs()}), strict=True))
+    return {target: outputs[output] for output, target in updates.items()}
 
 
 # The form for stock onnxruntime
@@ -437,9 +437,9 @@ def test_training_ops_stay_nodes_with_functions(name: str, tmp_path: Path) -> No
 
 def test_names_that_onnxruntime_knows_are_listed() -> None:
     """Where its kernel would win over our function; the list must hold what this onnxruntime has."""
-    known = {s.name for s in onnxruntime_state.get_all_operator_schema() if s.domain == MICROSOFT}
+    onnxruntime_names = {s.name for s in onnxruntime_state.get_all_operator_schema() if s.domain == MICROSOFT}
     ours = {name for domain, name in OPS if domain == MICROSOFT}
-    assert known & ours <= KNOWN_TO_ONNXRUNTIME
+    assert onnxruntime_names & ours <= KNOWN_TO_ONNXRUNTIME
 
 
 def test_the_gelu_of_onnxruntime_is_inlined(tmp_path: Path) -> None:
@@ -477,9 +477,9 @@ def test_custom_ops_of_a_library(tmp_path: Path) -> None:
     run = Stock(tmp_path, library=library)
     x, target = weight(5, 3), weight(5, 4)
     loss = run.step(x, target)[0]
-    found = {"loss": loss, **run.gradients()}
+    results = {"loss": loss, **run.gradients()}
     assert_matches(
-        found, lambda x, p, t: with_gradients(F.mse_loss(x.relu() @ p["w"], t), p), x, in_torch(model), target
+        results, lambda x, p, t: with_gradients(F.mse_loss(x.relu() @ p["w"], t), p), x, in_torch(model), target
     )
     with_library = ort.SessionOptions()
     with_library.register_custom_ops_library(str(library))

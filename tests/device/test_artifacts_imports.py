@@ -85,12 +85,12 @@ def numeric(model: onnx.ModelProto, name: str, x: np.ndarray, target: np.ndarray
     def loss(w: np.ndarray) -> float:
         return float(((in_float64(model, x, **{name: w}) - target) ** 2).mean())
 
-    found = np.zeros(start.size)
-    for place in range(start.size):
+    gradient = np.zeros(start.size)
+    for index in range(start.size):
         step = np.zeros(start.size)
-        step[place] = 1e-6
-        found[place] = (loss(start + step.reshape(start.shape)) - loss(start - step.reshape(start.shape))) / 2e-6
-    return found.reshape(start.shape)
+        step[index] = 1e-6
+        gradient[index] = (loss(start + step.reshape(start.shape)) - loss(start - step.reshape(start.shape))) / 2e-6
+    return gradient.reshape(start.shape)
 
 
 node = helper.make_node
@@ -187,9 +187,9 @@ def test_gradients_of_mixed_ops(name: str, portable: bool, tmp_path: Path) -> No
     x = RNG.standard_normal(shape).astype(np.float32)
     y = in_float64(model, x)
     target = (y + RNG.standard_normal(y.shape)).astype(np.float32)
-    loss, found = gradients(model, trained, [x, target], tmp_path, portable=portable)
+    loss, grads = gradients(model, trained, [x, target], tmp_path, portable=portable)
     assert_matches_float64(loss, ((y - target) ** 2).mean(), "loss")
-    assert_matches_float64(found, {key: numeric(model, key, x, target) for key in trained}, "gradient")
+    assert_matches_float64(grads, {key: numeric(model, key, x, target) for key in trained}, "gradient")
 
 
 def test_batch_norm_of_onnx_updates_by_its_own_rule(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_a_branch_with_a_known_condition_is_taken(tmp_path: Path) -> None:
     weights = {"w": weight(4), "condition": np.array(True)}
     model = by_hand([node("If", ["condition"], ["y"], then_branch=then, else_branch=other)], weights, [3, 4])
     x = np.ones((3, 4), np.float32)
-    loss, found = gradients(model, ["w"], [x, np.zeros((3, 4), np.float32)], tmp_path)
+    loss, grads = gradients(model, ["w"], [x, np.zeros((3, 4), np.float32)], tmp_path)
     assert_matches_float64(loss, (np.float64(weights["w"]) ** 2).mean(), "loss")
-    assert_matches_float64(found["w"], np.float64(weights["w"]) / 2, "gradient")
+    assert_matches_float64(grads["w"], np.float64(weights["w"]) / 2, "gradient")
 
 
 def test_local_functions_are_inlined(tmp_path: Path) -> None:
@@ -227,8 +227,8 @@ def test_local_functions_are_inlined(tmp_path: Path) -> None:
     )
     del model.graph.output[:]
     model.graph.output.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 4]))
-    _, found = gradients(model, ["w"], [np.ones((3, 4), np.float32), np.zeros((3, 4), np.float32)], tmp_path)
-    assert found["w"].shape == (4,)
+    _, grads = gradients(model, ["w"], [np.ones((3, 4), np.float32), np.zeros((3, 4), np.float32)], tmp_path)
+    assert grads["w"].shape == (4,)
 
 
 # Ops that nothing is known of
@@ -252,13 +252,13 @@ def unknown_op(trained_before: bool) -> onnx.ModelProto:
 def test_an_unknown_op_before_the_trained_weight_is_kept(tmp_path: Path) -> None:
     model = unknown_op(trained_before=False)
     x, target = weight(3, 4), weight(3, 2)
-    loss, found = gradients(model, ["w"], [x, target], tmp_path)
+    loss, grads = gradients(model, ["w"], [x, target], tmp_path)
     w = torch.from_numpy(numpy_helper.to_array(model.graph.initializer[0]).copy()).requires_grad_()
 
     def reference(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
         return with_gradients(F.mse_loss((x - 1) * 2 @ w, target), {"w": w})
 
-    assert_matches({"loss": loss, **found}, reference, x, w, target)
+    assert_matches({"loss": loss, **grads}, reference, x, w, target)
     assert "Scaler" in [n.op_type for n in onnx.load(tmp_path / "training_model.onnx").graph.node]
 
 
@@ -397,18 +397,18 @@ def test_half_precision_parameters_are_updated_in_float32(tmp_path: Path) -> Non
     start, gradient = weight(64).astype(np.float16), (1e-4 * weight(64)).astype(np.float16)
     parameters = [("p", TensorType(ir.DataType.FLOAT16, (64,)))]
     ir.save(AdamW(eps=1e-8, mode="torch", weight_decay=0.1).model(parameters), tmp_path / "optimizer_model.onnx")
-    known = facts(tmp_path / "optimizer_model.onnx")
-    assert known["state_dtype"] == {"p": "float32"}
+    metadata = facts(tmp_path / "optimizer_model.onnx")
+    assert metadata["state_dtype"] == {"p": "float32"}
     run = ort.InferenceSession(str(tmp_path / "optimizer_model.onnx"))
     zeros = np.zeros(64, np.float32)
     feeds = {"learning_rate": np.array([1e-2], np.float32), "step": np.array([0]), "p": start, "p_grad": gradient}
-    found = run.run(None, {**feeds, "p.first_order_moment": zeros, "p.second_order_moment": zeros})
+    outputs = run.run(None, {**feeds, "p.first_order_moment": zeros, "p.second_order_moment": zeros})
     wide = torch.nn.Parameter(torch.from_numpy(start.astype(np.float32)))
     wide.grad = torch.from_numpy(gradient.astype(np.float32))
     torch.optim.AdamW([wide], lr=1e-2, weight_decay=0.1).step()
-    assert np.array_equal(found[0], wide.detach().numpy().astype(np.float16))
-    assert found[0].dtype == np.float16
-    assert found[2].dtype == np.float32
+    assert np.array_equal(outputs[0], wide.detach().numpy().astype(np.float16))
+    assert outputs[0].dtype == np.float16
+    assert outputs[2].dtype == np.float32
 
 
 # Dropout
@@ -496,9 +496,9 @@ def test_files_and_their_metadata(tmp_path: Path) -> None:
     loss, z = run.step(x, target)
     assert_matches(z, lambda x, p: x @ p["w"] * p["v"] + p["c"], x, weights, name="z")
     run.update()
-    found = run.evaluate(x, target)
-    assert list(found) == ["loss", "z", "y"]
-    assert float(found["loss"]) < float(loss)
+    evaluated = run.evaluate(x, target)
+    assert list(evaluated) == ["loss", "z", "y"]
+    assert float(evaluated["loss"]) < float(loss)
     for name in ("training", "eval", "optimizer"):
         written = onnx.load(tmp_path / f"first_{name}_model.onnx")
         assert written.ir_version == 10
@@ -510,9 +510,9 @@ def test_a_model_whose_first_output_is_its_loss(tmp_path: Path) -> None:
     nodes = [node("MatMul", ["x", "w"], ["h"]), node("ReduceSumSquare", ["h"], ["y"], keepdims=0)]
     model = by_hand(nodes, {"w": weight(4, 2)}, [3, 4], opset=17)
     x = weight(3, 4)
-    _, found = gradients(model, ["w"], [x], tmp_path, loss=None)
+    _, grads = gradients(model, ["w"], [x], tmp_path, loss=None)
     w = numpy_helper.to_array(model.graph.initializer[0])
-    assert_matches(found["w"], lambda x, w: 2 * x.T @ (x @ w), x, w, name="gradient")
+    assert_matches(grads["w"], lambda x, w: 2 * x.T @ (x @ w), x, w, name="gradient")
 
 
 def test_tensors_in_external_data(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def vanishing(name: str, data: list[Batch]) -> dict[str, np.ndarray]:
     """
     module = make(name).double()
     optimizer = torch_adamw([p for p in module.parameters() if p.requires_grad])
-    found: dict[str, np.ndarray] = {}
+    masks: dict[str, np.ndarray] = {}
     for *inputs, target in data:
         optimizer.zero_grad()
         F.cross_entropy(module(*(t.double() if t.is_floating_point() else t for t in inputs)), target).backward()
@@ -62,9 +62,9 @@ def vanishing(name: str, data: list[Batch]) -> dict[str, np.ndarray]:
         for key, gradient in gradients.items():
             of_tensor = max(float(gradient.abs().max()), 1e-3 * largest)
             small = (gradient.abs() <= _VANISHING * of_tensor).numpy()
-            found[key] = found[key] | small if key in found else small
+            masks[key] = masks[key] | small if key in masks else small
         optimizer.step()
-    return found
+    return masks
 
 
 @functools.cache

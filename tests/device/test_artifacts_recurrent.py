@@ -49,13 +49,13 @@ def test_all_lengths_train_as_in_torch(kind: type[nn.RNNBase], portable: bool, t
     data = [ids(3, 5), ids(2, 9), ids(4, 1), ids(1, 1)]
     run = Stock(tmp_path, lr=0.1)
     losses = run.train_on(data)
-    found = {"losses": losses} | {name: run.parameter(name) for name, _ in module.named_parameters()}
+    results = {"losses": losses} | {name: run.parameter(name) for name, _ in module.named_parameters()}
 
     def reference(module: nn.Module) -> dict[str, torch.Tensor]:
         losses = train_torch(module, F.cross_entropy, data, lambda p: torch.optim.SGD(p, lr=0.1))
         return {"losses": losses, **dict(module.named_parameters())}
 
-    assert_matches(found, reference, module)
+    assert_matches(results, reference, module)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -106,11 +106,11 @@ def layer(kind: type[nn.RNNBase]) -> tuple[nn.RNNBase, dict[str, np.ndarray]]:
 
     def turned(weight: torch.Tensor) -> torch.Tensor:
         blocks = weight.detach().chunk(len(order))
-        return torch.cat([blocks[place] for place in order])
+        return torch.cat([blocks[gate] for gate in order])
 
     biases = torch.cat([turned(module.bias_ih_l0), turned(module.bias_hh_l0)])
-    found = {"w": turned(module.weight_ih_l0), "r": turned(module.weight_hh_l0), "b": biases}
-    return module, {"first": np.ones(1, np.float32)} | {key: v[None].numpy().copy() for key, v in found.items()}
+    weights = {"w": turned(module.weight_ih_l0), "r": turned(module.weight_hh_l0), "b": biases}
+    return module, {"first": np.ones(1, np.float32)} | {key: v[None].numpy().copy() for key, v in weights.items()}
 
 
 class Packed(nn.Module):
@@ -132,9 +132,9 @@ def trained(module: Packed, data: list[tuple[torch.Tensor, ...]]) -> dict[str, t
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_sequences_of_several_lengths(kind: type[nn.RNNBase], tmp_path: Path) -> None:
     module, weights = layer(kind)
-    how = {"linear_before_reset": 1} if kind is nn.GRU else {}
+    attributes = {"linear_before_reset": 1} if kind is nn.GRU else {}
     generate_artifacts(
-        model_file(kind.__name__, weights, **how),
+        model_file(kind.__name__, weights, **attributes),
         requires_grad=list(weights),
         loss=LossType.MSELoss,
         optimizer=SGD(),
@@ -149,8 +149,8 @@ def test_sequences_of_several_lengths(kind: type[nn.RNNBase], tmp_path: Path) ->
         )
         for steps, lengths in ((5, [2, 5, 1]), (7, [7, 3]))
     ]
-    found = {"losses": run.train_on(data), "first": run.parameter("first")}
-    assert_matches(found, trained, Packed(module), data)
+    results = {"losses": run.train_on(data), "first": run.parameter("first")}
+    assert_matches(results, trained, Packed(module), data)
 
 
 def test_a_size_that_only_an_example_had_is_not_believed(tmp_path: Path) -> None:
@@ -158,12 +158,12 @@ def test_a_size_that_only_an_example_had_is_not_believed(tmp_path: Path) -> None
     _, weights = layer(nn.RNN)
     model = model_file("RNN", weights)
     model.graph.value_info.append(helper.make_tensor_value_info("scaled", TensorProto.FLOAT, ["s", 1, WIDTH]))
-    how = {"loss": LossType.MSELoss, "artifact_directory": tmp_path}
-    generate_artifacts(model, requires_grad=["first"], optimizer=SGD(), **how)
+    settings = {"loss": LossType.MSELoss, "artifact_directory": tmp_path}
+    generate_artifacts(model, requires_grad=["first"], optimizer=SGD(), **settings)
     run = Stock(tmp_path, lr=0.5)
     data = [(torch.randn(4, 3, WIDTH), torch.full((3,), 4, dtype=torch.int32), torch.randn(4, 1, 3, HIDDEN))]
-    found = {"losses": run.train_on(data), "first": run.parameter("first")}
-    assert_matches(found, trained, Packed(layer(nn.RNN)[0]), data)
+    results = {"losses": run.train_on(data), "first": run.parameter("first")}
+    assert_matches(results, trained, Packed(layer(nn.RNN)[0]), data)
 
 
 def test_what_pytorch_has_not_runs_only_where_it_is_frozen(tmp_path: Path) -> None:

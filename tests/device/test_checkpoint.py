@@ -243,15 +243,15 @@ def test_a_small_file_of_the_predecessor_does_not_become_a_large_model(tmp_path:
 
 @pytest.mark.parametrize("name", ["WHOLE", "NOMINAL", "EXTERNAL"])
 def test_a_damaged_file_of_the_predecessor_leads_to_no_other_error(name: str, tmp_path: Path) -> None:
-    whole = getattr(predecessor_files, name)
+    content = getattr(predecessor_files, name)
     rng = np.random.default_rng(0)
-    for length in range(0, len(whole), 3):
+    for length in range(0, len(content), 3):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
-            assert_same(_read(tmp_path, whole[:length]), _read(tmp_path, whole))
-            assert length >= len(whole) - 4, "only the zeros that fill up the last word may be missing"
+            assert_same(_read(tmp_path, content[:length]), _read(tmp_path, content))
+            assert length >= len(content) - 4, "only the zeros that fill up the last word may be missing"
     for _ in range(600):
-        damaged = bytearray(whole)
-        for index in rng.integers(0, len(whole), rng.integers(1, 4)):
+        damaged = bytearray(content)
+        for index in rng.integers(0, len(content), rng.integers(1, 4)):
             damaged[index] = rng.integers(256)
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             _read(tmp_path, bytes(damaged))

@@ -59,10 +59,10 @@ def test_cpp_trains_as_python_does(tmp_path: Path) -> None:
         write_artifacts(folder, make())
         ran = run(program, folder, STEPS, folder / "trained")
         assert ran.returncode == 0, ran.stderr
-        found = json.loads(ran.stdout)
+        cpp_results = json.loads(ran.stdout)
         losses, state = in_python(folder, STEPS)
         assert losses[-1] < losses[0] - 0.1
-        assert found["losses"] == losses, "the same library computes the same graphs"
+        assert cpp_results["losses"] == losses, "the same library computes the same graphs"
         resumed = CheckpointState.load_checkpoint(folder / "trained")
         assert continued(folder, resumed, STEPS) == continued(folder, state, STEPS), "from the checkpoint of C++"
 

@@ -57,12 +57,12 @@ def test_loss_output_and_gradients(tmp_path: Path, training: bool) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for batch in (6, 3):  # sizes stay open
         x, labels = torch.randn(batch, 4), torch.arange(batch) % 3
-        found = run(path, model, x, labels)
+        results = run(path, model, x, labels)
         sides = [*perturbed(model), copy.deepcopy(model), copy.deepcopy(model).double()]
         *samples, eager, exact = (step(side, x, labels) for side in sides)
-        assert found.keys() == eager.keys()
-        found = {name: found[name].reshape(value.shape) for name, value in eager.items()}
-        compare_named("gradient graph", found, eager, exact, lambda samples=samples: samples)
+        assert results.keys() == eager.keys()
+        results = {name: results[name].reshape(value.shape) for name, value in eager.items()}
+        compare_named("gradient graph", results, eager, exact, lambda samples=samples: samples)
 
 
 def test_a_newer_opset(tmp_path: Path) -> None:

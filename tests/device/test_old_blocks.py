@@ -67,8 +67,8 @@ def test_a_blocks_model_is_complete(name: str, tmp_path: Path) -> None:
         block("y")
         onnx.save(block.to_model_proto(), tmp_path / "model.onnx")
     session = ort.InferenceSession(tmp_path / "model.onnx")
-    (found,) = session.run(None, {"x": X, session.get_inputs()[1].name: target})
-    assert_matches(found, lambda x, w, t: reference(x @ w, t), X, W, target)
+    (loss,) = session.run(None, {"x": X, session.get_inputs()[1].name: target})
+    assert_matches(loss, lambda x, w, t: reference(x @ w, t), X, W, target)
 
 
 def test_large_weights_are_in_a_blocks_model(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_large_weights_are_in_a_blocks_model(tmp_path: Path) -> None:
         block = Forward(onnxblock.loss.CrossEntropyLoss())
         block("y")
         onnx.save(block.to_model_proto(), tmp_path / "model.onnx")
-    (found,) = ort.InferenceSession(tmp_path / "model.onnx").run(None, {"x": X, "labels": LABELS})
-    assert_matches_float64(found, np.log(4096))
+    (loss,) = ort.InferenceSession(tmp_path / "model.onnx").run(None, {"x": X, "labels": LABELS})
+    assert_matches_float64(loss, np.log(4096))
 
 
 def test_an_optimizer_accepts_the_result_of_parameters() -> None:
@@ -166,8 +166,8 @@ def test_clipping_a_sequence_of_gradients() -> None:
         clipped_name = block("gradients")
         session = ort.InferenceSession(block.to_model_proto().SerializeToString())
     given = [torch.randn(3), torch.randn(2, 2)]
-    (found,) = session.run([clipped_name], {"gradients": [gradient.numpy() for gradient in given]})
-    assert_matches(found, clipped, given, 1.0)
+    (clipped_gradients,) = session.run([clipped_name], {"gradients": [gradient.numpy() for gradient in given]})
+    assert_matches(clipped_gradients, clipped, given, 1.0)
 
 
 def test_the_gradient_of_an_input() -> None:
@@ -182,12 +182,12 @@ def test_the_gradient_of_an_input() -> None:
     assert "x_grad.accumulation.out" in [value.name for value in training.graph.output]
     zeros = {"w_grad.accumulation.buffer": np.zeros_like(W), "x_grad.accumulation.buffer": np.zeros_like(X)}
     feeds = {"x": X, "w": W, "target": TARGET, "lazy_reset_grad": np.array([True]), **zeros}
-    (found,) = ort.InferenceSession(training.SerializeToString()).run(["x_grad.accumulation.out"], feeds)
+    (gradient,) = ort.InferenceSession(training.SerializeToString()).run(["x_grad.accumulation.out"], feeds)
 
     def reference(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(torch.nn.functional.mse_loss(x @ w, target), x)[0]
 
-    assert_matches(found, reference, torch.from_numpy(X).clone().requires_grad_(), W, TARGET)
+    assert_matches(gradient, reference, torch.from_numpy(X).clone().requires_grad_(), W, TARGET)
 
 
 def test_a_model_with_nothing_to_train_is_evaluated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -55,8 +55,8 @@ def test_the_gradient_is_that_of_torch(name: str, portable: bool, tmp_path: Path
     for count in (3, 1):
         batch = x[:count], weights[:count]
         loss = run.step(*(t.numpy() for t in batch))[0]
-        found = {"loss": loss, **run.gradients()}
-        assert_matches(found, lambda m, *batch: with_gradients(m(*batch), {"factor": m.factor}), module, *batch)
+        results = {"loss": loss, **run.gradients()}
+        assert_matches(results, lambda m, *batch: with_gradients(m(*batch), {"factor": m.factor}), module, *batch)
     if name not in ("ceiled", "overlapping"):
         assert not operators(tmp_path / "training_model.onnx") & {"MaxPoolGrad", "ScatterElements", "ConvTranspose"}
 

@@ -132,8 +132,8 @@ def test_an_old_optimizer_with_clipping(folder: Path, old: Predecessor) -> None:
         changes = zip(trained.items(), clipped(gradients, 0.5), strict=True)
         return {name: value - 0.1 * gradient for (name, value), gradient in changes}
 
-    found = {name: state.parameters[name].data for name in ("fc.weight", "fc.bias")}
-    assert_matches(found, updated, old.values, *old.batch)
+    new_values = {name: state.parameters[name].data for name in ("fc.weight", "fc.bias")}
+    assert_matches(new_values, updated, old.values, *old.batch)
 
 
 def test_another_old_optimizer_graph_is_refused(folder: Path) -> None:

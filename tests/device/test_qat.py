@@ -107,21 +107,21 @@ def run(model: Path | onnx.ModelProto, names: Sequence[str], *, fused: bool) -> 
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     shown = onnx.ModelProto()
     shown.CopyFrom(model if isinstance(model, onnx.ModelProto) else onnx.load(model))
-    known = {value.name for value in shown.graph.output}
-    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
+    output_names = {value.name for value in shown.graph.output}
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in output_names)
     # It would round biases that the model holds in float32.
     off = ["WeightBiasQuantization"]
     content = shown.SerializeToString()
     session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], disabled_optimizers=off)
-    return [np.asarray(found) for found in session.run(names, {"x": IMAGES[TRAINED:]})]
+    return [np.asarray(array) for array in session.run(names, {"x": IMAGES[TRAINED:]})]
 
 
 def logits(model: Path | onnx.ModelProto) -> np.ndarray:
     return run(model, ["logits"], fused=True)[0]
 
 
-def accuracy(found: np.ndarray) -> float:
-    return float((found.argmax(1) == LABELS[TRAINED:]).mean())
+def accuracy(logits: np.ndarray) -> float:
+    return float((logits.argmax(1) == LABELS[TRAINED:]).mean())
 
 
 class Training:
@@ -154,12 +154,12 @@ class Training:
         self.module.export_model_for_inferencing(path, names)
         session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         inputs = {value.name: IMAGES[TRAINED:] for value in session.get_inputs()}
-        return [np.asarray(found) for found in session.run(names, inputs)]
+        return [np.asarray(array) for array in session.run(names, inputs)]
 
     def integers(self) -> onnx.ModelProto:
-        found = quantize_trained(self.model, self.state)
-        onnx.checker.check_model(found, full_check=True)
-        return found
+        quantized_model = quantize_trained(self.model, self.state)
+        onnx.checker.check_model(quantized_model, full_check=True)
+        return quantized_model
 
 
 def initializers(model: onnx.ModelProto) -> dict[str, np.ndarray]:
@@ -220,21 +220,21 @@ def scales_of(model: onnx.ModelProto) -> dict[str, Scale]:
 def rounded_by_integers(model: onnx.ModelProto, *, fused: bool) -> dict[str, torch.Tensor]:
     """All values that a quantized model rounds. Fused kernels compute the levels of activations, and nothing else."""
     scales, held = scales_of(model), initializers(model)
-    found = {name: torch.tensor(held[name], dtype=torch.float64) for name in BIASES if name not in scales}
+    values = {name: torch.tensor(held[name], dtype=torch.float64) for name in BIASES if name not in scales}
     parameters = [name for name in scales if name not in ACTIVATIONS]
     real = run(model, [dequantized(name) for name in parameters], fused=False)
-    found |= {name: torch.from_numpy(value).double() for name, value in zip(parameters, real, strict=True)}
+    values |= {name: torch.from_numpy(value).double() for name, value in zip(parameters, real, strict=True)}
     levels = run(model, [scales[name].levels for name in ACTIVATIONS], fused=fused)
     for name, level in zip(ACTIVATIONS, levels, strict=True):
-        found[name] = (torch.from_numpy(level.astype(np.float64)) - scales[name].zero) * scales[name].scale
-    return found
+        values[name] = (torch.from_numpy(level.astype(np.float64)) - scales[name].zero) * scales[name].scale
+    return values
 
 
 def rounded_by_training(training: Training) -> dict[str, torch.Tensor]:
     names = [name for name in (*ACTIVATIONS, *WEIGHTS, *BIASES) if name in scales_of(onnx.load(training.model))]
     shown = [f"{name}_rounded" if name in BIASES else dequantized(name) for name in names]
-    found = {n: torch.from_numpy(v).double() for n, v in zip(names, training.values(shown), strict=True)}
-    return trained_parameters(training) | found
+    values = {n: torch.from_numpy(v).double() for n, v in zip(names, training.values(shown), strict=True)}
+    return trained_parameters(training) | values
 
 
 def trained_parameters(training: Training) -> dict[str, torch.Tensor]:
@@ -245,14 +245,14 @@ def trained_parameters(training: Training) -> dict[str, torch.Tensor]:
 Exact = tuple[str, torch.Tensor, torch.Tensor, int]
 
 
-def exact(found: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> Iterator[Exact]:
+def exact(rounded: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> Iterator[Exact]:
     """Yield what each rounding rounds, in float64 and from what was rounded before.
 
     Beside its name and value the sum of the magnitudes of its terms, and their number.
     """
     given = {**parameters, "x": torch.from_numpy(IMAGES[TRAINED:]).double()}
-    given["max_pool2d"] = nn.functional.max_pool2d(found["relu"], 2)
-    given["view"] = found["relu_1"].flatten(1)
+    given["max_pool2d"] = nn.functional.max_pool2d(rounded["relu"], 2)
+    given["view"] = rounded["relu_1"].flatten(1)
     for name, value in given.items():
         yield name, value, value.abs(), 1
     layers: list[tuple[str, str, int, Callable[..., torch.Tensor]]] = [
@@ -261,11 +261,13 @@ def exact(found: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -
         ("logits", "view", 6, nn.functional.linear),
     ]
     for name, source, number, layer in layers:
-        operands = found[source], found[f"{number}.weight"], found[f"{number}.bias"]
+        operands = rounded[source], rounded[f"{number}.weight"], rounded[f"{number}.bias"]
         yield name, layer(*operands), layer(*(t.abs() for t in operands)), operands[1][0].numel() + 1
 
 
-def assert_rounds(model: onnx.ModelProto, found: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
+def assert_rounds(
+    model: onnx.ModelProto, rounded: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]
+) -> None:
     """Each value is the level of the model that is nearest to the exact value.
 
     It may be another level only where float32 cannot tell. A sum of n terms is off by up to n · eps / 2 times the sum
@@ -273,12 +275,12 @@ def assert_rounds(model: onnx.ModelProto, found: dict[str, torch.Tensor], parame
     quotients and zero points are rounded 13 times at most, where scales are exponentials of what was learned.
     """
     scales = scales_of(model)
-    for name, value, magnitude, terms in exact(found, parameters):
+    for name, value, magnitude, terms in exact(rounded, parameters):
         if name not in scales:
-            assert torch.equal(found[name], value), f"{name} is rounded"
+            assert torch.equal(rounded[name], value), f"{name} is rounded"
             continue
         s = scales[name]
-        level, nearest = found[name] / s.scale + s.zero, (value / s.scale + s.zero).clamp(s.lowest, s.highest)
+        level, nearest = rounded[name] / s.scale + s.zero, (value / s.scale + s.zero).clamp(s.lowest, s.highest)
         slack = (terms + 13) * EPS / 2 * (magnitude / s.scale + s.zero.abs())
         assert ((level - level.round()).abs() <= slack).all(), f"{name} is not rounded"
         assert ((level - nearest).abs() <= 0.5 + slack).all(), f"{name} is rounded to another level"
@@ -289,10 +291,10 @@ def assert_same_levels(training: Training, model: onnx.ModelProto, weight_type: 
     parameters = trained_parameters(training)
     assert_rounds(model, rounded_by_training(training), parameters)
     for fused in (False,) if saturates(weight_type, options) else (False, True):
-        found = rounded_by_integers(model, fused=fused)
-        assert_rounds(model, found, parameters)
+        rounded = rounded_by_integers(model, fused=fused)
+        assert_rounds(model, rounded, parameters)
         (plain,) = run(model, ["logits"], fused=fused)  # with no outputs that a kernel could not fuse
-        assert torch.equal(torch.from_numpy(plain), found["logits"].float())
+        assert torch.equal(torch.from_numpy(plain), rounded["logits"].float())
 
 
 def saturates(weight_type: str, options: dict[str, Any]) -> bool:
@@ -332,17 +334,17 @@ def test_integers_compute_what_was_trained(
         np.testing.assert_array_equal(untrained[name], original[name])
 
     training.steps(20)
-    found = training.integers()
-    assert_same_levels(training, found, weight_type, options)
+    converted = training.integers()
+    assert_same_levels(training, converted, weight_type, options)
 
 
 def test_weights_are_converted_back_to_integers(trained: Path, tmp_path: Path) -> None:
     model = quantized(trained, tmp_path, extra_options={"AddQDQPairToWeight": True})
     training = Training(model, tmp_path, learn_scales=False)
     assert {"0.weight", "3.weight", "6.weight"} <= set(training.prepared.parameters)
-    found = training.integers()
-    kinds = {tensor.name: tensor.data_type for tensor in found.graph.initializer}
-    rounded = {n.input[0] for n in found.graph.node if n.op_type == "DequantizeLinear"} & kinds.keys()
+    converted = training.integers()
+    kinds = {tensor.name: tensor.data_type for tensor in converted.graph.initializer}
+    rounded = {n.input[0] for n in converted.graph.node if n.op_type == "DequantizeLinear"} & kinds.keys()
     assert {kinds[name] for name in rounded} == {TensorProto.INT8, TensorProto.INT32}
     assert not {"0.weight", "3.weight", "6.weight"} & kinds.keys()
 
@@ -426,10 +428,10 @@ def test_gradients_are_those_of_torch(case: str, learn_scales: bool, portable: b
 
     limits = np.iinfo(zero.dtype)
     zeros = torch.from_numpy(np.atleast_1d(zero).astype(np.int32))
-    found = {"loss": loss, **run.gradients()}
-    shapes = {name: gradient.shape for name, gradient in found.items()}
-    assert (found["w"] == 0).any()  # something was clipped
-    assert (found["w"] != 0).any()
+    loss_and_gradients = {"loss": loss, **run.gradients()}
+    shapes = {name: gradient.shape for name, gradient in loss_and_gradients.items()}
+    assert (loss_and_gradients["w"] == 0).any()  # something was clipped
+    assert (loss_and_gradients["w"] != 0).any()
 
     def reference(
         x: torch.Tensor, target: torch.Tensor, w: torch.Tensor, s: torch.Tensor, x_scale: torch.Tensor
@@ -443,7 +445,7 @@ def test_gradients_are_those_of_torch(case: str, learn_scales: bool, portable: b
 
     arguments = (initializers(model)["w"], np.atleast_1d(scale), np.float32([0.02]))
     leaves = [torch.tensor(argument, requires_grad=True) for argument in arguments]
-    assert_matches(found, reference, x, target, *leaves)
+    assert_matches(loss_and_gradients, reference, x, target, *leaves)
 
 
 # Refusals
@@ -472,9 +474,9 @@ def test_a_quantized_file_trains_as_a_module(case: str, tmp_path: Path) -> None:
         x.grad = module.get_parameter("w").grad = None
         y = run(x)
         y.square().sum().backward()
-        found = (y.detach(), x.grad, module.get_parameter("w").grad)
-        for what, got, eager, exact in zip(("y", "dx", "dw"), found, *results, strict=True):
-            assert_no_worse_than_eager(what, got, eager, exact)
+        values = (y.detach(), x.grad, module.get_parameter("w").grad)
+        for label, got, eager, exact in zip(("y", "dx", "dw"), values, *results, strict=True):
+            assert_no_worse_than_eager(label, got, eager, exact)
     assert not model.report().refused
 
 
@@ -653,11 +655,11 @@ def test_the_commands_quantize_train_and_convert_back(
     assert ".log_factor" in capsys.readouterr().out
     held = ir.load(out / "training_model.onnx").graph.initializers.values()
     assert all(map(is_used, held)), "onnxruntime warns of constants that nothing reads"
-    how = ["--data", "digits", "--learning-rate", "0.003", "--epochs", "8", "--quantized", str(small)]
-    assert cli.main(["train", str(out), *how]) == 0
+    arguments = ["--data", "digits", "--learning-rate", "0.003", "--epochs", "8", "--quantized", str(small)]
+    assert cli.main(["train", str(out), *arguments]) == 0
     assert "quantized.onnx" in capsys.readouterr().out.replace("\n", "")
-    found = onnx.load(out / "quantized.onnx")
-    assert {t.name: t.data_type for t in found.graph.initializer} == {
+    converted = onnx.load(out / "quantized.onnx")
+    assert {t.name: t.data_type for t in converted.graph.initializer} == {
         t.name: t.data_type for t in onnx.load(small).graph.initializer
     }
     assert accuracy(logits(out / "quantized.onnx")) > 0.87  # 89 to 96 % over seeds and instruction sets

@@ -112,8 +112,8 @@ def test_invalid_arguments_are_named(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
+def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifacts")
     make(folder, mlp(64, 8, 10), torch.zeros(2, 64))
     return folder
 
@@ -121,9 +121,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("left", [0.0, 0.5], ids=["empty", "cut"])
 @pytest.mark.parametrize("name", ["training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"])
 def test_damaged_artifacts_are_refused(
-    name: str, left: float, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, left: float, artifact_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = shutil.copytree(whole, tmp_path / "damaged")
+    folder = shutil.copytree(artifact_folder, tmp_path / "damaged")
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: int(left * len(content))])
     assert cli.main(["train", str(folder), "--data", "digits", "--epochs", "1"]) == cli.FAILED
@@ -133,10 +133,10 @@ def test_damaged_artifacts_are_refused(
 
 @pytest.mark.parametrize("name", ["eval_model.onnx", "optimizer_model.onnx", "checkpoint"])
 def test_files_of_another_model_are_refused(
-    name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, artifact_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "other", nn.Linear(64, 10), torch.zeros(2, 64))
-    folder = shutil.copytree(whole, tmp_path / "mixed")
+    folder = shutil.copytree(artifact_folder, tmp_path / "mixed")
     shutil.copy(tmp_path / "other" / name, folder / name)
     assert cli.main(["train", str(folder), "--data", "digits", "--epochs", "1"]) == cli.FAILED
     assert capsys.readouterr().err
