@@ -68,8 +68,8 @@ def check(name: str, rank: int) -> None:
     for rows in (4, 6):
         torch.manual_seed(rows + rank)
         x = torch.randn(rows, 6)
-        found = zip(gradients(ours, x), gradients(eager, x), gradients(exact, x.double()), strict=True)
-        for number, (got, theirs, right) in enumerate(found):
+        triples = zip(gradients(ours, x), gradients(eager, x), gradients(exact, x.double()), strict=True)
+        for number, (got, theirs, right) in enumerate(triples):
             assert_no_worse_than_eager(f"{name} {number}", got, theirs, right)
     engine = engine_of(ours)
     assert engine.captures == 1

@@ -92,8 +92,8 @@ def work(rank: int, store: str, stage: int) -> None:
     # leaves a lock for which each later process waits forever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
-    place = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, **place)
+    rendezvous = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, **rendezvous)
     warnings.filterwarnings("error", message=".*runs in PyTorch")
     eager = train(stage, "never")
     for prepared, regional in WAYS if stage == 3 else WAYS[:3]:

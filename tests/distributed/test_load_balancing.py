@@ -12,10 +12,10 @@ COSTS = [(37 * i) % 101 for i in range(101)]
 
 
 def samplers(world: int, costs: list[int] = COSTS, **arguments: object) -> list[LoadBalancingDistributedSampler]:
-    made = [LoadBalancingDistributedSampler(costs, lambda c: c, world, rank, **arguments) for rank in range(world)]
-    for sampler in made:
+    result = [LoadBalancingDistributedSampler(costs, lambda c: c, world, rank, **arguments) for rank in range(world)]
+    for sampler in result:
         sampler.set_epoch(3)
-    return made
+    return result
 
 
 @pytest.mark.parametrize("world", [1, 2, 7])
@@ -23,15 +23,15 @@ def samplers(world: int, costs: list[int] = COSTS, **arguments: object) -> list[
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 6, 100, 101])
 def test_every_sample_once_and_as_many_on_every_rank(world: int, shuffle: bool, drop_last: bool, count: int) -> None:
-    made = samplers(world, COSTS[:count], shuffle=shuffle, drop_last=drop_last)
-    lists = [list(sampler) for sampler in made]
-    assert {len(one) for one in lists} == {len(made[0])}
-    found = list(itertools.chain(*lists))
+    by_rank = samplers(world, COSTS[:count], shuffle=shuffle, drop_last=drop_last)
+    lists = [list(sampler) for sampler in by_rank]
+    assert {len(one) for one in lists} == {len(by_rank[0])}
+    indices = list(itertools.chain(*lists))
     if drop_last:
-        assert len(found) == len(set(found)) == count - count % world
+        assert len(indices) == len(set(indices)) == count - count % world
     else:
-        assert set(found) == set(range(count))
-        assert len(found) == -(-count // world) * world
+        assert set(indices) == set(range(count))
+        assert len(indices) == -(-count // world) * world
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -96,11 +96,11 @@ def of_tokens(indices: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_as_many_batches_on_every_rank(drop_last: bool) -> None:
-    made = [LoadBalancingDistributedBatchSampler(s, of_tokens, drop_last) for s in samplers(3)]
-    alone = [len(of_tokens(list(s.sampler))) for s in made]
+    batch_samplers = [LoadBalancingDistributedBatchSampler(s, of_tokens, drop_last) for s in samplers(3)]
+    alone = [len(of_tokens(list(s.sampler))) for s in batch_samplers]
     assert len(set(alone)) > 1  # the ranks would differ
     expected = min(alone) if drop_last else max(alone)
-    for sampler, own in zip(made, alone, strict=True):
+    for sampler, own in zip(batch_samplers, alone, strict=True):
         batches = list(sampler)
         assert len(sampler) == len(batches) == expected
         assert batches[: min(own, expected)] == of_tokens(list(sampler.sampler))[:expected]

@@ -83,11 +83,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not dist.is_initialized()
 
 
-def compare(found: list[Event], expected: list[Event]) -> None:
+def compare(recorded: list[Event], expected: list[Event]) -> None:
     """All is equal, but that gloo's threads hold the buffer of one reduction for a while."""
-    assert [replace(e, held=HELD) for e in found] == [replace(e, held=HELD) for e in expected]
+    assert [replace(e, held=HELD) for e in recorded] == [replace(e, held=HELD) for e in expected]
     largest = max(e.bytes for e in expected)
-    for real, plan in zip(found, expected, strict=True):
+    for real, plan in zip(recorded, expected, strict=True):
         extra = sum(real.held) - sum(plan.held)
         assert extra == 0 if plan.phase == "forward" else 0 <= extra <= largest, (real, plan)
         for band in ("parameters", "gradients"):
@@ -104,9 +104,9 @@ def work(rank: int, store: str, world: int, expected: list[list[Event]]) -> None
             loss: torch.Tensor = tower(x).square().mean()
             return loss
 
-        found = record_step(tower, run, sharding, mesh_of(sharding))
+        recorded = record_step(tower, run, sharding, mesh_of(sharding))
         if rank == 0:
-            compare(found, events)
+            compare(recorded, events)
     dist.destroy_process_group()
 
 

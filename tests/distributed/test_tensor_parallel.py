@@ -109,14 +109,14 @@ def tensor_parallel(mesh: DeviceMesh, model: Model, dtensor_logits: bool) -> Non
 
 def sequence_parallel(mesh: DeviceMesh, model: Model, dtensor_logits: bool) -> None:
     """Shard activations between the layers along the sequence, too, as torchtitan does."""
-    rows, whole = Shard(1), Replicate()
-    gather = PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,))
+    rows, replicated = Shard(1), Replicate()
+    gather = PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(replicated,))
     scatter = RowwiseParallel(output_layouts=rows)
     attention: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
     attention |= {"attention_norm": SequenceParallel(), "attention": gather, "attention.out": scatter}
     both = PrepareModuleInputOutput(
         input_layouts=(rows,),
-        desired_input_layouts=(whole,),
+        desired_input_layouts=(replicated,),
         use_local_input=False,
         output_layouts=(rows,),
         desired_output_layouts=(rows,),
@@ -125,9 +125,9 @@ def sequence_parallel(mesh: DeviceMesh, model: Model, dtensor_logits: bool) -> N
     for block in model.blocks:
         plain = block.attention is None
         parallelize_module(block, mesh, feed if plain else {**attention, "feed_norm": SequenceParallel(), **feed})
-    outputs = Shard(-1) if dtensor_logits else whole
+    outputs = Shard(-1) if dtensor_logits else replicated
     head = ColwiseParallel(input_layouts=rows, output_layouts=outputs, use_local_output=not dtensor_logits)
-    embedding = RowwiseParallel(input_layouts=whole, output_layouts=rows)
+    embedding = RowwiseParallel(input_layouts=replicated, output_layouts=rows)
     norm = {} if isinstance(model.norm, nn.Identity) else {"norm": SequenceParallel()}
     parallelize_module(model, mesh, {"embedding": embedding, "head": head, **norm})
 
