@@ -38,10 +38,10 @@ A, B, C = torch.ones(2), torch.zeros(3, 1), torch.tensor(5)
     ],
 )
 def test_round_trip(data: Any, tensors: list[torch.Tensor]) -> None:
-    found, schema = extract_data_and_schema(data)
-    assert len(found) == len(tensors)
-    assert all(a is b for a, b in zip(found, tensors, strict=True))
-    again = unflatten_data_using_schema(found, schema)
+    extracted, schema = extract_data_and_schema(data)
+    assert len(extracted) == len(tensors)
+    assert all(a is b for a, b in zip(extracted, tensors, strict=True))
+    again = unflatten_data_using_schema(extracted, schema)
     assert type(again) is type(data)
     assert extract_data_and_schema(again)[1] == schema
     assert repr(again) == repr(data)
@@ -55,8 +55,8 @@ def test_the_data_is_not_modified() -> None:
 
 @pytest.mark.parametrize(("value", "dtype"), [(3, torch.int64), (0.5, torch.float32), (True, torch.bool)])
 def test_numbers_as_tensors(value: float, dtype: torch.dtype) -> None:
-    found, schema = extract_data_and_schema([value, A], constant_as_tensor=True, device="cpu")
-    assert (found[0].dtype, found[0].item(), found[0].dim()) == (dtype, value, 0)
+    extracted, schema = extract_data_and_schema([value, A], constant_as_tensor=True, device="cpu")
+    assert (extracted[0].dtype, extracted[0].item(), extracted[0].dim()) == (dtype, value, 0)
     again = unflatten_data_using_schema([torch.tensor(9), B], schema)
     assert [t.tolist() for t in again] == [9, B.tolist()]
 

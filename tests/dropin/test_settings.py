@@ -120,12 +120,12 @@ def test_custom_autograd_functions_can_be_switched_off(monkeypatch: pytest.Monke
 def test_the_seed_determines_dropout() -> None:
     training = importlib.import_module(TRAINING)
     module, x = training.ORTModule(torch.nn.Dropout(0.5)), torch.ones(64)
-    found = []
+    outputs = []
     for seed in (7, 7, 8):
         training.set_seed(seed)
-        found.append(module(x))
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+        outputs.append(module(x))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
 
 
 def test_modules_log_at_their_own_levels(ortmodule: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,5 +147,10 @@ def test_modules_log_at_their_own_levels(ortmodule: Any, capsys: pytest.CaptureF
     finally:
         root.handlers[:] = handlers
     lines = capsys.readouterr().err.splitlines()
-    of = {name: {line.split()[0] for line in lines if f"{name}:" in line} for name in modules}
-    assert of == {"Talks": {"INFO"}, "Chatters": {"INFO", "DEBUG", "DEVINFO"}, "Whispers": set(), "Default": set()}
+    levels_by_module = {name: {line.split()[0] for line in lines if f"{name}:" in line} for name in modules}
+    assert levels_by_module == {
+        "Talks": {"INFO"},
+        "Chatters": {"INFO", "DEBUG", "DEVINFO"},
+        "Whispers": set(),
+        "Default": set(),
+    }

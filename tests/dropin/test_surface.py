@@ -193,7 +193,7 @@ ENUMS = {
 }
 
 
-def found(path: str) -> object:
+def attribute_at(path: str) -> object:
     """An attribute of a module or class under onnxruntime.training."""
     parts = path.split(".")
     for count in range(len(parts) - 1, -1, -1):
@@ -218,7 +218,7 @@ def test_every_module_has_its_names(module: str) -> None:
 
 @pytest.mark.parametrize("path", SIGNATURES)
 def test_signatures(path: str) -> None:
-    parameters = inspect.signature(found(path)).parameters.values()
+    parameters = inspect.signature(attribute_at(path)).parameters.values()
     given = {p.name: p.default for p in parameters}
     expected = SIGNATURES[path]
     assert list(given)[: len(expected)] == list(expected)
@@ -232,29 +232,29 @@ def test_signatures(path: str) -> None:
 
 @pytest.mark.parametrize("path", ENUMS)
 def test_enums(path: str) -> None:
-    assert " ".join(f"{member.name}={member.value}" for member in found(path)) == ENUMS[path]
+    assert " ".join(f"{member.name}={member.value}" for member in attribute_at(path)) == ENUMS[path]
 
 
 def test_constants() -> None:
-    ortmodule = found("ortmodule")
+    ortmodule = attribute_at("ortmodule")
     assert (ortmodule.ONNX_OPSET_VERSION, ortmodule.MINIMUM_RUNTIME_PYTORCH_VERSION_STR) == (17, "1.8.1")
     assert ortmodule.ORTMODULE_FALLBACK_POLICY == 8 | 16 | 32 | 64
     assert ortmodule.ORTMODULE_FALLBACK_RETRY is False
     assert ortmodule.ORTMODULE_IS_DETERMINISTIC is False
-    assert found("is_ortmodule_available")() is True
-    assert found("has_collective_ops")() is False
-    assert found("is_torch_interop_default_on")() is True
-    assert isinstance(found("is_triton_enabled")(), bool)
+    assert attribute_at("is_ortmodule_available")() is True
+    assert attribute_at("has_collective_ops")() is False
+    assert attribute_at("is_torch_interop_default_on")() is True
+    assert isinstance(attribute_at("is_triton_enabled")(), bool)
 
 
 def test_error_types() -> None:
-    fallback = found("ortmodule._fallback")
+    fallback = attribute_at("ortmodule._fallback")
     for name in ("Init", "Device", "TorchModel", "ONNXModel"):
         assert issubclass(getattr(fallback, f"ORTModule{name}Exception"), fallback.ORTModuleFallbackException)
     assert issubclass(fallback.ORTModuleIOError, fallback.ORTModuleFallbackException)
     assert fallback.ORTModuleFallbackException is errors.ORTModuleFallbackException
-    load_from_json = found("ortmodule.experimental.json_config.load_from_json")
-    assert found("ortmodule.experimental.json_config.JSON_PATH_ENVIRONMENT_KEY") == "ORTMODULE_JSON_CONFIG_PATH"
+    load_from_json = attribute_at("ortmodule.experimental.json_config.load_from_json")
+    assert attribute_at("ortmodule.experimental.json_config.JSON_PATH_ENVIRONMENT_KEY") == "ORTMODULE_JSON_CONFIG_PATH"
     with pytest.raises(ValueError, match="No JSON file"):
         load_from_json(None)
 
@@ -268,7 +268,7 @@ def test_the_backends_of_torch_compile(name: str) -> None:
     torch.compiler.reset()
     dynamo._ENGINES.clear()
     model = torch.nn.Linear(3, 2)
-    compiled, x = torch.compile(model, backend=found(f"torchdynamo.register_backend.{name}")), torch.randn(4, 3)
+    compiled, x = torch.compile(model, backend=attribute_at(f"torchdynamo.register_backend.{name}")), torch.randn(4, 3)
     assert torch.equal(compiled(x), model(x))
     assert dynamo.captures() == 1
 
@@ -277,12 +277,12 @@ def test_settings_of_the_removed_trainer_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("onnxtrain.log._logged", set())
-    assert found("TrainingParameters")(world_size=2).world_size == 2
+    assert attribute_at("TrainingParameters")(world_size=2).world_size == 2
     assert "TrainingParameters has no effect" in caplog.text
 
 
 def test_backend_settings_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    found("torchdynamo.ort_backend.OrtBackend")("CUDAExecutionProvider", preallocate_output=True)
+    attribute_at("torchdynamo.ort_backend.OrtBackend")("CUDAExecutionProvider", preallocate_output=True)
     assert "OrtBackend(ep='CUDAExecutionProvider') has no effect" in caplog.text
     assert "preallocate_output=True) has no effect" in caplog.text
 
@@ -295,7 +295,7 @@ def test_a_backend_compares_with_pytorch() -> None:
             return x * 2
 
     torch.compiler.reset()
-    backend = found("torchdynamo.ort_backend.OrtBackend")()
+    backend = attribute_at("torchdynamo.ort_backend.OrtBackend")()
     assert not backend.assert_allclose_to_baseline
     backend.assert_allclose_to_baseline = True
     model, x = torch.nn.BatchNorm1d(3), torch.randn(4, 3)
@@ -342,7 +342,7 @@ def test_a_traced_graph_becomes_an_onnx_model() -> None:
     feeds = torch.randn(2, 3), torch.randn(3, 4)
     graph = torch.jit.trace(function, feeds).graph
     before = str(graph)
-    model = found("experimental.exporter._export_jit_graph_to_onnx_model_proto")(graph, 0)
+    model = attribute_at("experimental.exporter._export_jit_graph_to_onnx_model_proto")(graph, 0)
     assert str(graph) == before
     session = onnxruntime.InferenceSession(model)
     names = [value.name for value in session.get_inputs()]
@@ -351,7 +351,7 @@ def test_a_traced_graph_becomes_an_onnx_model() -> None:
     assert_no_worse_than_eager("result", torch.from_numpy(result), function(*feeds), exact)
     svd = torch.jit.trace(torch.linalg.svdvals, feeds[:1]).graph
     with pytest.raises(torch.onnx.OnnxExporterError, match="linalg_svdvals"):
-        found("experimental.exporter._export_jit_graph_to_onnx_model_proto")(svd, 0)
+        attribute_at("experimental.exporter._export_jit_graph_to_onnx_model_proto")(svd, 0)
 
 
 def test_onnxruntime_itself_stays_the_stock_package() -> None:
@@ -368,7 +368,7 @@ def test_onnxruntime_itself_stays_the_stock_package() -> None:
 def test_a_pickled_module_can_be_loaded() -> None:
     import torch
 
-    model = found("ortmodule.ORTModule")(torch.nn.Linear(2, 1))
+    model = attribute_at("ortmodule.ORTModule")(torch.nn.Linear(2, 1))
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(model(torch.ones(1, 2)), again(torch.ones(1, 2)))
 

@@ -126,12 +126,12 @@ class Block(nn.Module):
 
 def test_sizes_make_at_most_one_further_capture() -> None:
     three = Three(Block())
-    found = []
+    capture_counts = []
     for rows in (2, 3, 5, 9):
         three.check(torch.randn(rows, 4, WIDTH))
-        found.append(dynamo.captures())
-    assert found[0] == 1
-    assert found[-1] <= 2, found
+        capture_counts.append(dynamo.captures())
+    assert capture_counts[0] == 1
+    assert capture_counts[-1] <= 2, capture_counts
 
 
 def test_a_graph_in_which_no_size_stands_serves_all_sizes() -> None:
@@ -319,8 +319,8 @@ def test_options_and_their_errors() -> None:
     with pytest.raises(Exception, match=r"(?s)OptionError.*no modes"):
         torch.compile(lambda x: x + 2, backend="onnxtrain", mode="max-autotune")(torch.ones(2))
     _forget()
-    found = torch.compile(lambda x: x + 3, backend="onnxrt", fullgraph=True)(torch.ones(2))
-    assert torch.equal(found, 4 * torch.ones(2))
+    output = torch.compile(lambda x: x + 3, backend="onnxrt", fullgraph=True)(torch.ones(2))
+    assert torch.equal(output, 4 * torch.ones(2))
     assert {"onnxtrain", "onnxrt"} <= set(torch.compiler.list_backends())
 
 

@@ -70,9 +70,13 @@ class NestedAutocast(Program):
 class ManyKinds(Program):
     def forward(self, x: torch.Tensor) -> Any:
         y = self.first(x)
-        whole = (x * 10).long()
+        integers = (x * 10).long()
         parts = {"half": y[:, :4], "turned": y.t(), "of input": x[0]}
-        return parts, [None, 3, "text", y.sum().item()], (whole, x > 0, whole.float() @ self.second.weight, y.double())
+        return (
+            parts,
+            [None, 3, "text", y.sum().item()],
+            (integers, x > 0, integers.float() @ self.second.weight, y.double()),
+        )
 
 
 class ChangesItsInput(Program):
