@@ -429,8 +429,8 @@ def test_tensors_in_any_iterable(form: Form, kind: Callable[[Any], Any]) -> None
     run = linear_call(form, refuse)
     a, b = torch.randn(2, 3)
     for sizes_in in ((7,), [7]):
-        (found, nothing, same), sizes = run(kind((a, b)), sizes_in)
-        assert torch.equal(found, 2 * a + b)
+        (y, nothing, same), sizes = run(kind((a, b)), sizes_in)
+        assert torch.equal(y, 2 * a + b)
         assert nothing is None
         assert same is a
         assert sizes == (5, 6)
@@ -468,9 +468,9 @@ def test_other_arguments_run_the_ordinary_program(form: str, other: str) -> None
     run = linear_call(compiled_call if form == "compiled" else python_call, hand_on)
     tensor, plain = {**OTHERS, **ONLY_COMPILED}[other](), torch.ones(3)
     for tensors in ((tensor, plain), (plain, tensor)):
-        name, found, sizes_in = run(iter(tensors), (7,))
+        name, received, sizes_in = run(iter(tensors), (7,))
         assert name == "ordinary"
-        assert all(a is b for a, b in zip(found, tensors, strict=True))
+        assert all(a is b for a, b in zip(received, tensors, strict=True))
         assert sizes_in == [7]
 
 
@@ -509,9 +509,9 @@ def test_an_unreachable_call_is_collected(form: Form) -> None:
 
     holder = Holder()
     holder.run = linear_call(form, holder.ordinary)
-    (found, _, _), _ = holder.run(torch.ones(2, 3), (7,))
-    gone, result = weakref.ref(holder), weakref.ref(found)
-    del holder, found
+    (y, _, _), _ = holder.run(torch.ones(2, 3), (7,))
+    gone, result = weakref.ref(holder), weakref.ref(y)
+    del holder, y
     gc.collect()
     assert gone() is None
     assert result() is None

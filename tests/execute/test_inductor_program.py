@@ -158,9 +158,9 @@ class Compiler:
             return program
 
         def request(part: Any, *arguments: Any) -> ProgramRequest:
-            made = make_request(part, *arguments)
-            self._requests[made.key] = part, made.layout
-            return made
+            new_request = make_request(part, *arguments)
+            self._requests[new_request.key] = part, new_request.layout
+            return new_request
 
         monkeypatch.setattr(by_inductor, "watch", watched)
         monkeypatch.setattr(by_inductor, "ProgramRequest", request)
@@ -386,11 +386,11 @@ def test_constants_of_a_trace_are_arguments() -> None:
     mode, symbols = program_compiler.symbolic_sizes({"b": 5})
     with mode:
         x = torch.empty(symbols["b"], 3)
-    made = program_compiler.trace(mode, lambda b, x: [x * constant + constant.sum()], [symbols["b"], x])
-    assert [c.data_ptr() for c in made.constants] == [constant.data_ptr()]
-    assert len(made.arguments) == 3
+    traced = program_compiler.trace(mode, lambda b, x: [x * constant + constant.sum()], [symbols["b"], x])
+    assert [c.data_ptr() for c in traced.constants] == [constant.data_ptr()]
+    assert len(traced.arguments) == 3
     value = torch.randn(2, 3)
-    assert torch.equal(made.graph(2, value, constant)[0], value * constant + constant.sum())
+    assert torch.equal(traced.graph(2, value, constant)[0], value * constant + constant.sum())
 
 
 def test_a_function_that_reads_elements_is_not_traced() -> None:

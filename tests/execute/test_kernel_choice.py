@@ -201,10 +201,10 @@ def file(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def test_answers_outlive_the_process(file: pathlib.Path) -> None:
     save(file, {"q": answered(aten=2e-3, onednn=1e-3), "open": Answer("[1]")})
-    (found,) = load(file).items()
-    assert found[0] == "q"
-    assert found[1].choice == "onednn"
-    assert found[1].samples["aten"].seconds == 2e-3
+    (item,) = load(file).items()
+    assert item[0] == "q"
+    assert item[1].choice == "onednn"
+    assert item[1].samples["aten"].seconds == 2e-3
 
 
 def test_a_save_keeps_answers_of_other_processes(file: pathlib.Path) -> None:

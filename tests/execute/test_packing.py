@@ -103,11 +103,11 @@ def test_a_batch_that_the_host_knows_is_not_copied_back(waits: list[str]) -> Non
     assert torch.equal(host_values(batch["words"]), expected)
     assert torch.equal(host_values(batch["more"][1][0]), expected > 2)
     assert host_values(batch["more"][0]) is None  # floating-point values decide nothing
-    known, other = (t.as_subclass(DeviceTensor) for t in (expected.clone(), expected.clone()))
-    host_batch._known[known] = host_batch._HostValues(expected, known._version)
-    assert copied_to_host([known])[0] is expected
+    with_host_values, other = (t.as_subclass(DeviceTensor) for t in (expected.clone(), expected.clone()))
+    host_batch._known[with_host_values] = host_batch._HostValues(expected, with_host_values._version)
+    assert copied_to_host([with_host_values])[0] is expected
     assert waits == []
-    assert torch.equal(copied_to_host([known, other])[1], expected)
+    assert torch.equal(copied_to_host([with_host_values, other])[1], expected)
     assert waits == ["cpu"]
 
 

@@ -74,7 +74,7 @@ def test_all_floating_types_are_fused(dtype: torch.dtype) -> None:
 
 
 def test_only_measured_patterns_gain() -> None:
-    assert {kind for kind, made in KINDS.items() if regions_of(part_of(*made))[1][0].gains} == {
+    assert {kind for kind, graph_and_dims in KINDS.items() if regions_of(part_of(*graph_and_dims))[1][0].gains} == {
         "silu * up",
         "silu * up, backward",
         "add + RMS norm",

@@ -44,8 +44,8 @@ pytestmark = [
     ids=str,
 )
 def test_a_compiled_region_equals_its_nodes(kind: str, dtype: torch.dtype) -> None:
-    made, dims = KINDS[kind]
-    part = regions_of(part_of(made, dims, dtype))[1][0].part
+    build, dims = KINDS[kind]
+    part = regions_of(part_of(build, dims, dtype))[1][0].part
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
     call = compiled(part, shapes, CPU)
     for b, s, h in ((2, 3, 5), (4, 2, 64), (33, 9, 130), (1, 3, 4), (3, 0, 2), (2, 2, 2)):
@@ -144,8 +144,8 @@ def test_a_model_of_the_zoo_trains_with_compiled_regions(name: str, monkeypatch:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_region_on_a_gpu_equals_its_nodes(kind: str) -> None:
-    made, dims = KINDS[kind]
-    part, gpu = regions_of(part_of(made, dims), "cuda")[1][0].part, torch.device("cuda", torch.cuda.current_device())
+    build, dims = KINDS[kind]
+    part, gpu = regions_of(part_of(build, dims), "cuda")[1][0].part, torch.device("cuda", torch.cuda.current_device())
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
     call = compiled(part, shapes, gpu)
     for b, s, h in ((2, 3, 5), (33, 9, 130), (1, 3, 4), (3, 0, 2)):

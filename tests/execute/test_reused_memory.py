@@ -60,8 +60,8 @@ def allocator() -> int:
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     get = c10._ZN3c1015GetCPUAllocatorEv
     get.restype = ctypes.c_void_p
-    found: int = get()
-    return found
+    address: int = get()
+    return address
 
 
 class Wide(nn.Module):
