@@ -83,10 +83,10 @@ class _Run:
                 smaller.close()
 
     def _note(self, case: Case, judges: Judges | None) -> None:
-        known = self.findings.setdefault(case.verdict.signature, [])
-        known.append(case)
+        cases = self.findings.setdefault(case.verdict.signature, [])
+        cases.append(case)
         _say(f"seed {case.program.seed}: {case.verdict.kind}: {case.verdict.detail.splitlines()[0][:200]}")
-        if len(known) > _SCRIPTS:
+        if len(cases) > _SCRIPTS:
             return
         if judges is not None and case.verdict.kind != "hang":
             case = reduced(case, judges.one, self.options.reduce)

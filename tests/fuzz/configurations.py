@@ -35,16 +35,16 @@ class Configuration:
     def simpler(self) -> list[Configuration]:
         """Configurations that differ less from the default, for shrinking a program."""
         default = Configuration()
-        found = [
+        candidates = [
             Configuration(**{**vars(self), name: value})
             for name, value in vars(default).items()
             if vars(self)[name] != value
         ]
-        found += [
+        candidates += [
             Configuration(**{**vars(self), "options": {k: v for k, v in self.options.items() if k != name}})
             for name in self.options
         ]
-        return found
+        return candidates
 
 
 _RECOMPUTE: tuple[dict[str, Any], ...] = (

@@ -238,18 +238,18 @@ class Sides:
     def _train(
         self, run: torch.nn.Module, model: torch.nn.Module, dtype: torch.dtype | None = None, noise: int | None = None
     ) -> list[Named]:
-        found = []
+        results = []
         for step in range(STEPS):
             first = len(self.states) <= step
             if step and first:  # eager, the first time
                 self.states.append(_updated(model))
             _load_parameters(model, _noisy(self.states[step], noise))
             if self.configuration.evaluates and step:
-                found.append(self._evaluate(run, dtype))
+                results.append(self._evaluate(run, dtype))
             inputs = self._inputs(step, dtype, noise)
-            found.append(_step(run, model, inputs, step, self.configuration.one_gradient and step == 1))
+            results.append(_step(run, model, inputs, step, self.configuration.one_gradient and step == 1))
             self.wait()
-        return found
+        return results
 
     def _inputs(self, step: int, dtype: torch.dtype | None, noise: int | None) -> list[torch.Tensor]:
         inputs = self.program.call(step)
@@ -305,10 +305,10 @@ class Sides:
         for noise in range(6):
             for make, still in ((self.exact, exact), (self.moved, eager)):
                 try:
-                    found = make(noise)
+                    perturbed = make(noise)
                 except Exception:  # noqa: BLE001  # a size that depends on elements, for example
                     return True
-                for step, (f, s) in enumerate(zip(found, still, strict=True)):
+                for step, (f, s) in enumerate(zip(perturbed, still, strict=True)):
                     for name, t in s.items():
                         if isinstance(t, torch.Tensor):
                             far = _distance(f[name], t)
@@ -379,22 +379,22 @@ def _step(
     torch.manual_seed(step)
     outputs = pytree.tree_leaves(run(*inputs))
     drawn = torch.get_rng_state()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     pairs = []
     generator = torch.Generator().manual_seed(5)
     for number, output in enumerate(outputs):
-        found[f"output {number}"] = _plain(output)
-        found[f"requires_grad of output {number}"] = isinstance(output, torch.Tensor) and output.requires_grad
+        results[f"output {number}"] = _plain(output)
+        results[f"requires_grad of output {number}"] = isinstance(output, torch.Tensor) and output.requires_grad
         if isinstance(output, torch.Tensor) and output.requires_grad:
             pairs.append((output, torch.randn(output.shape, generator=generator, dtype=torch.float).to(output.dtype)))
     pairs = pairs[-1:] if one_gradient else pairs
     if pairs:
         torch.autograd.backward([o for o, _ in pairs], [c for _, c in pairs])
-    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
-    found |= {f"gradient of input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
-    found |= {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
-    found |= {f"input {i}": t.detach() for i, (t, g) in enumerate(zip(inputs, given, strict=True)) if _changed(t, g)}
-    return found | {"random state": drawn}
+    results |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    results |= {f"gradient of input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
+    results |= {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
+    results |= {f"input {i}": t.detach() for i, (t, g) in enumerate(zip(inputs, given, strict=True)) if _changed(t, g)}
+    return results | {"random state": drawn}
 
 
 def _changed(tensor: torch.Tensor, before: torch.Tensor) -> bool:
@@ -418,19 +418,19 @@ def _wrong(got: Named, eager: Named, exact: Named) -> dict[str, str]:
     """The results that are out of tolerance, by name."""
     if got.keys() != eager.keys():
         return {"": f"results {sorted(got.keys() ^ eager.keys())} on one side only"}
-    found = {}
+    messages = {}
     for name, theirs in eager.items():
         mine = got[name]
         if not isinstance(theirs, torch.Tensor) or not isinstance(mine, torch.Tensor):
             if mine is not theirs and not (isinstance(theirs, (bool, int, float)) and mine == theirs):
-                found[name] = f"{name}: {_short(mine)}, eager has {_short(theirs)}"
+                messages[name] = f"{name}: {_short(mine)}, eager has {_short(theirs)}"
         elif mine.dtype != theirs.dtype or mine.shape != theirs.shape:
-            found[name] = f"{name}: {mine.dtype} {tuple(mine.shape)}, eager has {theirs.dtype} {tuple(theirs.shape)}"
+            messages[name] = f"{name}: {mine.dtype} {tuple(mine.shape)}, eager has {theirs.dtype} {tuple(theirs.shape)}"
         elif theirs.numel():
             error, allowed, scale = error_and_bound(mine, theirs, exact[name], largest_gradient(name, exact))
             if not error <= allowed:
-                found[name] = f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})"
-    return found
+                messages[name] = f"{name}: error {error:.3e}, allowed {allowed:.3e} (scale {scale:.3e})"
+    return messages
 
 
 def largest_gradient(name: str, exact: Named) -> float:
@@ -455,8 +455,8 @@ def load(source: str) -> type[torch.nn.Module]:
     scope: dict[str, Any] = {"__name__": "fuzzed_program"}
     sys.modules.setdefault("fuzzed_program", types.ModuleType("fuzzed_program"))
     exec(compile(source, name, "exec"), scope)
-    found: type[torch.nn.Module] = scope["Program"]
-    return found
+    program_class: type[torch.nn.Module] = scope["Program"]
+    return program_class
 
 
 @contextlib.contextmanager
@@ -500,11 +500,11 @@ def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _updated(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The parameters after a short step along their gradients."""
-    found = _parameters(model)
+    values = _parameters(model)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[name] -= 0.1 * parameter.grad.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
-    return found
+            values[name] -= 0.1 * parameter.grad.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1)
+    return values
 
 
 def _load_parameters(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:

@@ -94,29 +94,29 @@ class _Maker:
         for _ in range(6 * wanted):
             if len(self.op.graph) >= wanted:
                 break
-            if (found := self.rng.choice(_NODES)(self)) is not None:
-                self.values += [found] if isinstance(found, ir.Value) else list(found)
+            if (outcome := self.rng.choice(_NODES)(self)) is not None:
+                self.values += [outcome] if isinstance(outcome, ir.Value) else list(outcome)
         read = {v for node in self.op.graph for v in node.inputs}
-        made = [v for v in self.values if v.producer() is not None]
-        ends = [v for v in made if v not in read]
+        computed = [v for v in self.values if v.producer() is not None]
+        ends = [v for v in computed if v not in read]
         outputs = self.rng.sample(ends, min(len(ends), 3))
-        if made and self.rng.random() < 0.4:
-            outputs.append(self.rng.choice(made))
+        if computed and self.rng.random() < 0.4:
+            outputs.append(self.rng.choice(computed))
         self.op.graph.outputs.extend(dict.fromkeys(outputs))
         return ir.Model(self.op.graph, ir_version=10)
 
     def value(self, least: int = 0) -> ir.Value | None:
         """A value of at least `least` dimensions."""
-        found = [v for v in self.values if len(_dims(v)) >= least]
-        return self.rng.choices(found, [1 + i for i in range(len(found))])[0] if found else None
+        candidates = [v for v in self.values if len(_dims(v)) >= least]
+        return self.rng.choices(candidates, [1 + i for i in range(len(candidates))])[0] if candidates else None
 
     def axis(self, value: ir.Value) -> int:
         return self.rng.randrange(len(_dims(value)))
 
     def static_axis(self, value: ir.Value) -> int | None:
         """An axis whose size is a number."""
-        found = [i for i, d in enumerate(_dims(value)) if isinstance(d, int)]
-        return self.rng.choice(found) if found else None
+        axes = [i for i, d in enumerate(_dims(value)) if isinstance(d, int)]
+        return self.rng.choice(axes) if axes else None
 
     def constant(self, *numbers: int) -> ir.Value:
         return self.op.constant(np.array(numbers, np.int64), ir.DataType.INT64)
@@ -449,8 +449,8 @@ def difference(graph: RandomGraph) -> str:
                 raise
             continue  # PyTorch refuses the extreme of no elements, which the reference gives as an infinity
         gradients, _ = Program(parts.backward, "random backward", device).run([*values[results:], *given], crossing)
-        found = [*values[:results], *(g for g in gradients if g is not None)]
-        for side, tensors_found in (("programs", found), ("optimized graph in onnxruntime", inlined)):
+        computed = [*values[:results], *(g for g in gradients if g is not None)]
+        for side, tensors_found in (("programs", computed), ("optimized graph in onnxruntime", inlined)):
             if text := _differs(tensors_found, reference[: len(tensors_found)], largest):
                 return f"{side} at {BATCH} = {length}: {text}"
     return ""
@@ -462,10 +462,10 @@ class _UndefinedError(Exception):
 
 def _with_all_values(model: ir.Model) -> ir.Model:
     """The model with all its floating values as outputs: terms that cancel are larger than the result."""
-    found = _copied(model)
-    found.graph.outputs.clear()
-    found.graph.outputs.extend(v for n in found.graph for v in n.outputs if v.name and v.dtype == ir.DataType.DOUBLE)
-    return found
+    copy = _copied(model)
+    copy.graph.outputs.clear()
+    copy.graph.outputs.extend(v for n in copy.graph for v in n.outputs if v.name and v.dtype == ir.DataType.DOUBLE)
+    return copy
 
 
 def _run_by_reference(model: ir.Model, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -481,11 +481,11 @@ def _copied(model: ir.Model) -> ir.Model:
     return with_graph(model, clone(model.graph)[0])
 
 
-def _differs(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor], largest: float) -> str:
-    if len(found) != len(right):
-        return f"{len(found)} tensors, expected {len(right)}"
+def _differs(tensors: Sequence[torch.Tensor], right: Sequence[torch.Tensor], largest: float) -> str:
+    if len(tensors) != len(right):
+        return f"{len(tensors)} tensors, expected {len(right)}"
     allowed = 64 * torch.finfo(torch.float64).eps * largest
-    for index, (f, r) in enumerate(zip(found, right, strict=True)):
+    for index, (f, r) in enumerate(zip(tensors, right, strict=True)):
         if f.shape != r.shape:
             return f"{index}: shape {tuple(f.shape)}, expected {tuple(r.shape)}"
         if not torch.allclose(f, r, rtol=0, atol=allowed, equal_nan=True):

@@ -628,27 +628,27 @@ F.multilabel_soft_margin_loss({x:f@2}, ({y^x} > 0).to({x}.dtype))
 """  # noqa: E501
 
 _MODULES = """
-{module("nn.Linear", None, 4, of=(x := f("f@1+")))}({x})
-{module("nn.Linear", None, 3, bias=False, of=(x := f("f@1+")))}({x})
-{module("nn.LayerNorm", None, of=(x := f("f@1+")))}({x})
-{module("nn.RMSNorm", None, of=(x := f("f@1+")))}({x})
+{module("nn.Linear", None, 4, operand=(x := f("f@1+")))}({x})
+{module("nn.Linear", None, 3, bias=False, operand=(x := f("f@1+")))}({x})
+{module("nn.LayerNorm", None, operand=(x := f("f@1+")))}({x})
+{module("nn.RMSNorm", None, operand=(x := f("f@1+")))}({x})
 {module("nn.GELU")}({x:f})
 {module("nn.Dropout", 0.3)}({x:f})
 {module("nn.Softmax", -1)}({x:f@1+})
-{module("nn.BatchNorm1d", None, of=(x := f("f@2")))}({x})
+{module("nn.BatchNorm1d", None, operand=(x := f("f@2")))}({x})
 {module("nn.PReLU")}({x:f})
 {module("nn.Embedding", 8, 3)}({x:i})
 {module("nn.Embedding", 8, 3, padding_idx=1)}({x:i})
-{module("nn.LSTM", None, 3, batch_first=True, of=(x := f("f@3")))}({x})[0]
-{module("nn.GRU", None, 3, of=(x := f("f@3")))}({x})[0]
-{module("nn.RNN", None, 2, batch_first=True, nonlinearity="relu", of=(x := f("f@3")))}({x})[1]
-{module("nn.LSTMCell", None, 3, of=(x := f("f@2")))}({x})
-{module("nn.GRUCell", None, 3, of=(x := f("f@2")))}({x})
-{module("Residual", None, of=(x := f("f@1+")))}({x})
-{module("Gated", None, of=(x := f("f@1+")))}({x})
-{module("Residual", None, of=(x := f("f@1+")))}({module("Residual", None, of=x)}({x}))
-{module("SelfAttention", None, of=(x := f("f@3")))}({x})
-nn.functional.linear({m=module("nn.Linear", None, 4, of=(x := f("f@1+")))}({x}), {m}.weight.t())
+{module("nn.LSTM", None, 3, batch_first=True, operand=(x := f("f@3")))}({x})[0]
+{module("nn.GRU", None, 3, operand=(x := f("f@3")))}({x})[0]
+{module("nn.RNN", None, 2, batch_first=True, nonlinearity="relu", operand=(x := f("f@3")))}({x})[1]
+{module("nn.LSTMCell", None, 3, operand=(x := f("f@2")))}({x})
+{module("nn.GRUCell", None, 3, operand=(x := f("f@2")))}({x})
+{module("Residual", None, operand=(x := f("f@1+")))}({x})
+{module("Gated", None, operand=(x := f("f@1+")))}({x})
+{module("Residual", None, operand=(x := f("f@1+")))}({module("Residual", None, operand=x)}({x}))
+{module("SelfAttention", None, operand=(x := f("f@3")))}({x})
+nn.functional.linear({m=module("nn.Linear", None, 4, operand=(x := f("f@1+")))}({x}), {m}.weight.t())
 """
 
 _IN_PLACE = """

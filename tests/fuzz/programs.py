@@ -163,15 +163,15 @@ class Program:
     def source(self, blocks: bool = False) -> str:
         """The module as Python text; with `blocks`, a list of two such modules."""
         body = "\n".join(line for s in self.statements for line in s.text.split("\n"))
-        made = [
+        assignments = [
             *(f"self.{t.name[5:]} = nn.Parameter({t.written(t.number, t.shapes[0])})" for t in self.parameters),
             *(f"self.register_buffer({t.name[5:]!r}, {t.written(50 + t.number, t.shapes[0])})" for t in self.buffers),
             *(f"{name} = {text}" for name, text in self.modules),
         ]  # fmt: skip
         if "self.scale" in body:
-            made.append("self.scale = 1.5")
+            assignments.append("self.scale = 1.5")
         if "self.depth" in body:
-            made.append("self.depth = 2")
+            assignments.append("self.depth = 2")
         returned = ", ".join(self.outputs)
         if self.structure == "dict":
             returned = "{" + ", ".join(f'"{n.replace("self.", "")}": {n}' for n in self.outputs) + "}"
@@ -179,7 +179,7 @@ class Program:
             returned = f"({returned},)"
         arguments = "".join(f", {t.name}" for t in self.inputs)
         lines = ["class Program(nn.Module):", "    def __init__(self):", "        super().__init__()"]
-        lines += [f"        {line}" for line in made]
+        lines += [f"        {line}" for line in assignments]
         lines += ["", f"    def forward(self{arguments}):"]
         lines += [f"        {line}" for line in body.split("\n") if line]
         lines += [f"        return {returned}"]
@@ -194,12 +194,12 @@ class Program:
         """The inputs of a step, in the dtypes of the program."""
         scope: dict[str, Any] = {"torch": torch}
         exec(PRELUDE, scope)
-        found = []
+        inputs = []
         for tensor in self.inputs:
             shape = tensor.shapes[step % len(tensor.shapes)]
             value = eval(tensor.written(1000 + 10 * step + tensor.number, shape), scope)
-            found.append(value.requires_grad_(tensor.trained))
-        return found
+            inputs.append(value.requires_grad_(tensor.trained))
+        return inputs
 
 
 _BLOCKS = """
@@ -339,11 +339,11 @@ class Draw:
             return f"torch.arange({x}.size(0)) % {classes}"
         return str(self._maker.buffer((x.shape[0],), f"integers(seed, {classes}, *shape)"))
 
-    def module(self, kind: str, *arguments: Any, of: Operand | None = None, **options: Any) -> str:
-        """A new submodule; None among the arguments is the last size of `of`, or its second for batch norms."""
-        if of is not None and (of.ndim == 0 or not of.is_static(-1)):
+    def module(self, kind: str, *arguments: Any, operand: Operand | None = None, **options: Any) -> str:
+        """A new submodule; None among the arguments is the last size of `operand`, or its second for batch norms."""
+        if operand is not None and (operand.ndim == 0 or not operand.is_static(-1)):
             raise Refused
-        words = [repr(of.shape[-1] if a is None and of is not None else a) for a in arguments]
+        words = [repr(operand.shape[-1] if a is None and operand is not None else a) for a in arguments]
         words += [f"{k}={v!r}" for k, v in options.items()]
         return self._maker.module(f"{kind}({', '.join(words)})")
 
@@ -391,33 +391,33 @@ class Maker:
         """An earlier value of one of the kinds and ranks, mostly a recent one."""
         kinds, _, ranks = wanted.partition("@")
         rank, more = int(ranks.rstrip("+") or 0), ranks.endswith("+") or not ranks
-        found = [
+        candidates = [
             v
             for v in self.values.values()
             if any(_KINDS[k](v.tensors[0].dtype) for k in kinds) and (v.ndim == rank or (more and v.ndim > rank))
         ]
-        if not found:
+        if not candidates:
             raise Refused
-        return self.rng.choices(found, [1.0 + 2.0 * (i / len(found)) for i in range(len(found))])[0]
+        return self.rng.choices(candidates, [1.0 + 2.0 * (i / len(candidates)) for i in range(len(candidates))])[0]
 
     def broadcasting(self, x: Operand) -> Operand:
         """A value of x's dtype that broadcasts with x."""
-        found = [v for v in self.values.values() if v.tensors[0].dtype == x.tensors[0].dtype and _broadcast(v, x)]
-        if x.tensors[0].is_floating_point() and (not found or self.rng.random() < 0.3):
+        candidates = [v for v in self.values.values() if v.tensors[0].dtype == x.tensors[0].dtype and _broadcast(v, x)]
+        if x.tensors[0].is_floating_point() and (not candidates or self.rng.random() < 0.3):
             axes = self.rng.randint(0, x.ndim)
             sizes = [x.shape[d] if x.is_static(d) and self.rng.random() < 0.7 else 1 for d in range(x.ndim)]
             return self.parameter(tuple(sizes[axes:]))
-        if not found:
+        if not candidates:
             raise Refused
-        return self.rng.choice(found)
+        return self.rng.choice(candidates)
 
     def alike(self, x: Operand) -> Operand:
         """A value of x's shape and dtype."""
         kind, shapes = x.tensors[0].dtype, [t.shape for t in x.tensors]
-        found = [
+        candidates = [
             v for v in self.values.values() if v.tensors[0].dtype == kind and [t.shape for t in v.tensors] == shapes
         ]
-        return self.rng.choice(found)
+        return self.rng.choice(candidates)
 
     def parameter(self, shape: Sequence[int]) -> Operand:
         """A new parameter, or rarely an existing one."""
@@ -437,10 +437,10 @@ class Maker:
         self.program = replace(self.program, modules=(*self.program.modules, (name, text)))
         torch.manual_seed(len(self.program.modules))
         try:
-            made = eval(text, self.scopes[0])
+            submodule = eval(text, self.scopes[0])
         except ValueError as error:  # a recurrent layer of width 0
             raise Refused from error
-        setattr(self.itself, name[5:], made)
+        setattr(self.itself, name[5:], submodule)
         return name
 
     def _start(self, kind: str, letter: str, tensor: Tensor) -> Operand:
@@ -449,13 +449,13 @@ class Maker:
             raise Refused
         tensor = replace(tensor, name=f"self.{letter}{len(there)}")
         self.program = replace(self.program, **{kind: (*there, tensor)})
-        made = eval(tensor.written(tensor.number + 50 * (kind == "buffers"), tensor.shapes[0]), self.scopes[0])
+        value = eval(tensor.written(tensor.number + 50 * (kind == "buffers"), tensor.shapes[0]), self.scopes[0])
         if tensor.trained:
-            made = torch.nn.Parameter(made)
-            setattr(self.itself, tensor.name[5:], made)
+            value = torch.nn.Parameter(value)
+            setattr(self.itself, tensor.name[5:], value)
         else:
-            self.itself.register_buffer(tensor.name[5:], made)
-        self.values[tensor.name] = Operand(tensor.name, [made] * self.rows)
+            self.itself.register_buffer(tensor.name[5:], value)
+        self.values[tensor.name] = Operand(tensor.name, [value] * self.rows)
         return self.values[tensor.name]
 
     def _inputs(self) -> None:
@@ -474,10 +474,10 @@ class Maker:
             dtype = wide if is_float else "float32"
             tensor = Tensor(f"x{number}", shapes, fill, is_float and self.rng.random() < 0.5, dtype)
             self.program = replace(self.program, inputs=(*self.program.inputs, tensor))
-        made = [self.program.call(step) for step in range(self.rows)]
+        batches = [self.program.call(step) for step in range(self.rows)]
         for number, tensor in enumerate(self.program.inputs):
-            self.values[tensor.name] = Operand(tensor.name, [row[number] for row in made])
-            for scope, row in zip(self.scopes, made, strict=True):
+            self.values[tensor.name] = Operand(tensor.name, [row[number] for row in batches])
+            for scope, row in zip(self.scopes, batches, strict=True):
                 scope[tensor.name] = row[number]
 
     # Statements
@@ -501,28 +501,28 @@ class Maker:
             text = _as_lines(text)
         elif not changes:
             text = f"{target} = {text}"
-        found = self._run(text, None if changes else target)
+        results = self._run(text, None if changes else target)
         if changes:
             self._check(*({n: s.get(n) for n in re.findall(r"\b[xv]\d+\b", text)} for s in self.scopes))
             return Statement(text), {}
-        return self._named(text, target, found)
+        return self._named(text, target, results)
 
-    def _named(self, text: str, target: str, found: list[Any]) -> tuple[Statement, dict[str, list[torch.Tensor]]]:
+    def _named(self, text: str, target: str, values: list[Any]) -> tuple[Statement, dict[str, list[torch.Tensor]]]:
         """The statement with a name for each of its results."""
-        if isinstance(found[0], (tuple, list)):
-            counts = {len(f) for f in found}
+        if isinstance(values[0], (tuple, list)):
+            counts = {len(f) for f in values}
             first = text.partition(" = ")[2]
-            if len(counts) > 1 or not found[0] or "\n" in text:
+            if len(counts) > 1 or not values[0] or "\n" in text:
                 raise Refused
-            if len(found[0]) > 3 or self.rng.random() < 0.2:
-                place = self.rng.randrange(len(found[0]))
-                return self._named(f"{target} = ({first})[{place}]", target, [f[place] for f in found])
+            if len(values[0]) > 3 or self.rng.random() < 0.2:
+                index = self.rng.randrange(len(values[0]))
+                return self._named(f"{target} = ({first})[{index}]", target, [f[index] for f in values])
             start = int(target[1:])
-            names = tuple(f"v{start + i}" for i in range(len(found[0])))
+            names = tuple(f"v{start + i}" for i in range(len(values[0])))
             text = f"{', '.join(names)}{',' if len(names) == 1 else ''} = {first}"
-            results = {name: [f[i] for f in found] for i, name in enumerate(names)}
+            results = {name: [f[i] for f in values] for i, name in enumerate(names)}
         else:
-            names, results = (target,), {target: found}
+            names, results = (target,), {target: values}
         for tensors in results.values():
             if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in tensors):
                 raise Refused
@@ -543,7 +543,7 @@ class Maker:
 
     def _run(self, text: str, target: str | None) -> list[Any]:
         """The results for each batch. If the text mutates a tensor and then fails, the tensor is dropped too."""
-        found = []
+        results = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for scope in self.scopes:
@@ -553,8 +553,8 @@ class Maker:
                 except Exception as error:
                     raise Refused from error
                 if target is not None:
-                    found.append(scope[target])
-        return found
+                    results.append(scope[target])
+        return results
 
     def _filled(self, template: str, target: str) -> str:
         scope: dict[str, Any] = {}
@@ -583,9 +583,9 @@ class Maker:
     def _finished(self) -> Program:
         statements = self.program.statements
         read: set[str] = set().union(*(s.names - set(s.targets) for s in statements))
-        made = [n for s in statements for n in s.targets if not self.values[n].tensors[0].is_complex()]
-        floats = [n for n in made if self.values[n].tensors[0].is_floating_point()]
-        ends = [n for n in made if n not in read]
+        names = [n for s in statements for n in s.targets if not self.values[n].tensors[0].is_complex()]
+        floats = [n for n in names if self.values[n].tensors[0].is_floating_point()]
+        ends = [n for n in names if n not in read]
         outputs = self.rng.sample(ends, min(len(ends), self.rng.randint(1, 4)))
         if floats and self.rng.random() < 0.3:
             outputs.append(self.rng.choice(floats))

@@ -24,9 +24,9 @@ def reduced(case: Case, judge: Judge, seconds: float) -> Case:
         for candidate in _simpler(case):
             if time.monotonic() > deadline:
                 return case
-            found = judge(candidate)
-            if found.verdict.signature == case.verdict.signature:
-                case, smaller = found, True
+            judged = judge(candidate)
+            if judged.verdict.signature == case.verdict.signature:
+                case, smaller = judged, True
                 break
     return case
 
@@ -70,9 +70,9 @@ def _without_unread(program: Program) -> Program:
 
 
 def _fewer_statements(program: Program) -> Iterator[Program]:
-    for place in reversed(range(len(program.statements))):
-        rest = (*program.statements[:place], *program.statements[place + 1 :])
-        statement = program.statements[place]
+    for index in reversed(range(len(program.statements))):
+        rest = (*program.statements[:index], *program.statements[index + 1 :])
+        statement = program.statements[index]
         without = replace(program, statements=rest)
         if not statement.targets:
             yield cleaned(without)
@@ -102,10 +102,12 @@ def _as_inputs(program: Program, statement: Statement) -> Iterator[Program]:
         )
         if not dtype.is_floating_point and dtype not in (torch.int64, torch.bool):
             return
-        of = str(dtype).removeprefix("torch.")
+        dtype_name = str(dtype).removeprefix("torch.")
         wide = len(shapes) if program.batches > 1 else 1
         for trained in (False,) if not dtype.is_floating_point else (False, True):
-            tensor = Tensor(f"x{number}", shapes[:wide], fill, trained, of if dtype.is_floating_point else "float32")
+            tensor = Tensor(
+                f"x{number}", shapes[:wide], fill, trained, dtype_name if dtype.is_floating_point else "float32"
+            )
             changed = replace(program, inputs=(*inputs, tensor), types={**program.types, tensor.name: (shapes, dtype)})
             if len(statement.targets) == 1:
                 yield cleaned(_renamed(changed, target, tensor.name))
@@ -129,13 +131,13 @@ def _fewer_sizes(program: Program) -> Iterator[Program]:
     if program.batches > 1:
         for row in range(program.batches):
             yield replace(program, inputs=tuple(replace(t, shapes=t.shapes[row : row + 1]) for t in program.inputs))
-    for place, tensor in enumerate(program.inputs):
+    for index, tensor in enumerate(program.inputs):
         if len(program.inputs) > 1 and not any(tensor.name in s.names for s in program.statements):
             if tensor.name not in program.outputs:
-                yield replace(program, inputs=(*program.inputs[:place], *program.inputs[place + 1 :]))
+                yield replace(program, inputs=(*program.inputs[:index], *program.inputs[index + 1 :]))
         if tensor.trained:
             plain = replace(tensor, trained=False)
-            yield replace(program, inputs=(*program.inputs[:place], plain, *program.inputs[place + 1 :]))
+            yield replace(program, inputs=(*program.inputs[:index], plain, *program.inputs[index + 1 :]))
         if tensor.dtype != "float32":
             plain = replace(tensor, dtype="float32")
-            yield replace(program, inputs=(*program.inputs[:place], plain, *program.inputs[place + 1 :]))
+            yield replace(program, inputs=(*program.inputs[:index], plain, *program.inputs[index + 1 :]))

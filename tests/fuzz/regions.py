@@ -28,6 +28,6 @@ def made_up_compiler() -> Iterator[Callable[[], None]]:
 
 def _written(folder: Path, requests: Sequence[Request], _dump: Path | None) -> Iterator[tuple[Request, Path]]:
     for number, request in enumerate(requests):
-        place = Path(tempfile.mkdtemp(prefix=f"{number}-", dir=folder))
-        request.write(place)
-        yield request, place
+        request_folder = Path(tempfile.mkdtemp(prefix=f"{number}-", dir=folder))
+        request.write(request_folder)
+        yield request, request_folder

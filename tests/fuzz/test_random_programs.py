@@ -35,17 +35,17 @@ def test_most_operators_can_be_sampled() -> None:
 
 
 def program(*statements: str, outputs: tuple[str, ...] = ("v1",)) -> Program:
-    found = tuple(Statement(text, (text.partition(" = ")[0],)) for text in statements)
+    parsed = tuple(Statement(text, (text.partition(" = ")[0],)) for text in statements)
     types = {f"v{i}": (((3, 4),), torch.float32) for i in range(len(statements))}
-    return Program(0, (Tensor("x0", ((3, 4),), trained=True),), statements=found, outputs=outputs, types=types)
+    return Program(0, (Tensor("x0", ((3, 4),), trained=True),), statements=parsed, outputs=outputs, types=types)
 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = differential.Sides.ours
 
     def off_by_a_thousandth(self: Any) -> Any:
-        found = right(self)
-        return [{**call, "output 0": call["output 0"] * 1.001} for call in found]
+        results = right(self)
+        return [{**call, "output 0": call["output 0"] * 1.001} for call in results]
 
     case = program("v0 = x0 * 2", "v1 = v0 + 1")
     assert judge(case, Configuration()).kind == "equal"
@@ -82,8 +82,8 @@ def test_fused_regions_run_in_the_second_step(monkeypatch: pytest.MonkeyPatch) -
     asked: list[Any] = []
     written = regions._written
     monkeypatch.setattr(regions, "_written", lambda *given: (asked.append(r) or r for r in written(*given)))
-    found = Configuration({"rng": "fast", "kernels": "fused-all"}, regions=True)
-    assert judge(program("v0 = x0 * 2", "v1 = torch.tanh(v0) * x0"), found).kind == "equal"
+    configuration = Configuration({"rng": "fast", "kernels": "fused-all"}, regions=True)
+    assert judge(program("v0 = x0 * 2", "v1 = torch.tanh(v0) * x0"), configuration).kind == "equal"
     assert asked
 
 
@@ -97,8 +97,8 @@ def test_a_program_shrinks_to_what_fails() -> None:
         kind = "wrong" if "tanh" in case.program.source() else "equal"
         return replace(case, verdict=Verdict(kind))
 
-    made = program("v0 = x0 * 2", "v1 = v0.tanh()", "v2 = v1 + v0", "v3 = v2.sin()", outputs=("v3", "v0"))
-    case = reduced(fails_by_tanh(Case(made, Configuration({"recompute": "none"}))), fails_by_tanh, seconds=60)
+    original = program("v0 = x0 * 2", "v1 = v0.tanh()", "v2 = v1 + v0", "v3 = v2.sin()", outputs=("v3", "v0"))
+    case = reduced(fails_by_tanh(Case(original, Configuration({"recompute": "none"}))), fails_by_tanh, seconds=60)
     assert case.program.statements[0].text.endswith(".tanh()")
     assert len(case.program.statements) == 1
     assert not case.configuration.options

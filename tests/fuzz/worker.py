@@ -76,14 +76,14 @@ class Judges:
         while busy:
             ready = wait([j.connection for j in busy], timeout=1.0)
             for judge_ in list(busy):
-                found = judge_.result(judge_.connection in ready, self._limit_s)
-                if found is None:
+                judged = judge_.result(judge_.connection in ready, self._limit_s)
+                if judged is None:
                     continue
                 if (case := next(rest, None)) is not None:
                     judge_.begin(case)
                 else:
                     busy.remove(judge_)
-                yield found
+                yield judged
 
     def one(self, case: Case) -> Case:
         """The verdict of one case."""
@@ -123,8 +123,8 @@ class _Judge:
         """The case with its verdict; None if there is none yet."""
         if ready:
             try:
-                found: Case = self.connection.recv()
-                return found
+                judged: Case = self.connection.recv()
+                return judged
             except EOFError:
                 self._process.join()
                 code = self._process.exitcode
