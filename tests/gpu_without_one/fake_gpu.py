@@ -74,9 +74,9 @@ def fake_gpu(mode: FakeTensorMode) -> Iterator[None]:
         for module in [m for name, m in sys.modules.items() if name.startswith("onnxtrain.")]:
             if "PLAIN_TENSORS" in vars(module):
                 stack.enter_context(unittest.mock.patch.object(module, "PLAIN_TENSORS", PLAIN_TENSORS | {FakeTensor}))
-        made = program.constant_tensor
+        real_constant = program.constant_tensor
         stack.enter_context(unittest.mock.patch.object(aten_kernels.SDP_CHOICE, "get", return_value=_attention_backend))
-        on_gpu = lambda value: FakeConstant(made(value), mode)
+        on_gpu = lambda value: FakeConstant(real_constant(value), mode)
         stack.enter_context(unittest.mock.patch.object(program, "constant_tensor", on_gpu))
         yield
 

@@ -44,8 +44,8 @@ def test_a_layer_launches_no_more_than_eager(name: str, dropout: float) -> None:
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
 def test_a_step_stays_on_its_device_and_waits_for_nothing(name: str, autocast: torch.dtype | None) -> None:
     """Nothing falls back; under autocast as well."""
-    found = step(name, 1, 0.1, autocast, False)
-    for launches in (found.forward, found.backward):
+    recorded = step(name, 1, 0.1, autocast, False)
+    for launches in (recorded.forward, recorded.backward):
         assert not launches.waits()
         assert not launches.on_several_devices()
 
@@ -53,8 +53,8 @@ def test_a_step_stays_on_its_device_and_waits_for_nothing(name: str, autocast: t
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
 def test_attention_is_one_kernel_in_each_direction(name: str) -> None:
     """No scores in memory, and no matmul in float32 under autocast."""
-    found = step(name, 1, 0.1, torch.bfloat16, False)
-    for launches in (found.forward, found.backward):
+    recorded = step(name, 1, 0.1, torch.bfloat16, False)
+    for launches in (recorded.forward, recorded.backward):
         assert sum("attention" in operator for operator in launches.counts()) == 1
         products = [k for k in launches.kernels if k.operator in ("mm", "bmm", "addmm", "baddbmm")]
         assert {dtype for k in products for dtype in k.reads} == {torch.bfloat16}
@@ -72,10 +72,10 @@ def test_labels_are_counted_before_the_layers(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("onnxtrain.ops.index.advanced_indexing.PendingInt", Pending)
     make, inputs = MODELS["bert"]
-    found = onnxtrain_step(
+    recorded = onnxtrain_step(
         lambda: make(1, 0.1).to(torch.bfloat16), inputs, skip_padding="never", keep_outputs=("loss",)
     )
-    operators = [kernel.operator for kernel in found.forward.kernels]
-    assert not found.forward.waits()
+    operators = [kernel.operator for kernel in recorded.forward.kernels]
+    assert not recorded.forward.waits()
     assert operators.index("count_nonzero") < operators.index("embedding")
     assert operators.index("nonzero_static") > operators.index("addmm")

@@ -111,10 +111,10 @@ def test_files_of_a_model(
     for stage, before in zip(stages, flat, strict=True):
         proto = onnx.load(tmp_path / f"m_{stage}_training.onnx")
         onnx.checker.check_model(proto, full_check=True)
-        found = functions(proto)
-        assert {name: count for name, count in found.items() if "gradient" not in name} == forward
+        counts = functions(proto)
+        assert {name: count for name, count in counts.items() if "gradient" not in name} == forward
         if "pre_grad" not in stage and stage != "torch_exported":
-            assert sorted(found.values()) == sorted([*forward.values(), *forward.values()])
+            assert sorted(counts.values()) == sorted([*forward.values(), *forward.values()])
         for result, expected in zip(run(proto), run(before), strict=True):
             np.testing.assert_array_equal(result, expected)
 

@@ -46,13 +46,13 @@ def entries() -> list[Entry]:
     """Return every class once, with the first task that lists it, in the order of tasks and names."""
     mappings = importlib.import_module("transformers.models.auto.modeling_auto")
     configs = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
-    found: dict[str, Entry] = {}
+    by_class: dict[str, Entry] = {}
     for task, names in _TASKS.items():
         for name in names:
             table = getattr(mappings, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
             for model_type, classes in table.items():
                 for cls in (classes,) if isinstance(classes, str) else classes:
                     if model_type in configs:
-                        found.setdefault(cls, Entry(cls, task, configs[model_type]))
+                        by_class.setdefault(cls, Entry(cls, task, configs[model_type]))
     order = {task: i for i, task in enumerate(_TASKS)}
-    return sorted(found.values(), key=lambda e: (order[e.task], e.name))
+    return sorted(by_class.values(), key=lambda e: (order[e.task], e.name))

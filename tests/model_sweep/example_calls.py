@@ -33,8 +33,8 @@ def example_call(model: torch.nn.Module, draw: Draw, batch: int, length: int) ->
         LookupError: forward needs an argument of which nothing is known here.
     """
     names = list(inspect.signature(model.forward).parameters)
-    made = _Arguments(model, draw, batch, length, names)
-    return Call(kwargs={name: value for name in names if (value := made.of(name)) is not None})
+    arguments = _Arguments(model, draw, batch, length, names)
+    return Call(kwargs={name: value for name in names if (value := arguments.value_of(name)) is not None})
 
 
 class _Arguments:
@@ -47,8 +47,8 @@ class _Arguments:
         self.length += self.image_tokens
         self.shape = (batch, CHOICES, length) if self.kind == "MultipleChoice" else (batch, self.length)
 
-    def of(self, name: str) -> Any:
-        """The value of an argument; None leaves it out."""
+    def value_of(self, name: str) -> Any:
+        """Return the value of an argument; None if the call skips it."""
         make = getattr(self, f"_{name}", None)
         if make is not None:
             return make()

@@ -164,5 +164,5 @@ def test_forward_changes_a_container(name: str) -> None:
         assert_matches(got, call, eager, data())
         mine, theirs = got[1], call(eager, data())[1]
         assert list(mine) == list(theirs)
-        for found, expected in zip([*mine.values(), *mine["b"]], [*theirs.values(), *theirs["b"]], strict=True):
-            assert type(found) is type(expected)
+        for value, expected in zip([*mine.values(), *mine["b"]], [*theirs.values(), *theirs["b"]], strict=True):
+            assert type(value) is type(expected)

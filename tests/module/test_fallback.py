@@ -215,10 +215,10 @@ def test_a_module_that_falls_back_in_training_may_be_captured_in_eval() -> None:
 
 
 class Wrong(Base):
-    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        if how == "shape":
+    def forward(self, x: torch.Tensor, mistake: str) -> torch.Tensor:
+        if mistake == "shape":
             return self.inner(x[..., :2])  # type: ignore[no-any-return]
-        if how == "attribute":
+        if mistake == "attribute":
             return self.missing(x)  # type: ignore[no-any-return, operator]
         raise KeyError("my own error")
 
@@ -563,8 +563,8 @@ def test_an_interrupted_backward_leaves_the_next_step_intact() -> None:
     with pytest.raises(ZeroDivisionError):
         module(x).sum().backward()
     stopped.clear()
-    found = with_gradients(module(x), dict(module.named_parameters()))
-    assert_matches(found, lambda m, x: with_gradients(m(x), dict(m.named_parameters())), plain, x)
+    results = with_gradients(module(x), dict(module.named_parameters()))
+    assert_matches(results, lambda m, x: with_gradients(m(x), dict(m.named_parameters())), plain, x)
 
 
 INTERNAL_ERRORS = {

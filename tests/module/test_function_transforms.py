@@ -62,9 +62,9 @@ def test_equals_eager(call: Call) -> None:
         warnings.simplefilter("ignore")  # the fallback warning
         for count in (4, 3, 1):
             x = torch.randn(count, 6)
-            found = step(ours, x)
-            assert not any(_functorch.is_functorch_wrapped_tensor(t) for t in found)
-            assert_matches(found, step, eager, x)
+            results = step(ours, x)
+            assert not any(_functorch.is_functorch_wrapped_tensor(t) for t in results)
+            assert_matches(results, step, eager, x)
     assert _functorch.get_dynamic_layer_stack_depth() == 0
 
 

@@ -552,8 +552,8 @@ def test_inside_torch_compile_it_is_a_graph_break() -> None:
     def gradients(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(module(x).square().sum(), [*module.parameters()])
 
-    found = gradients(compiled, data())
-    assert_matches(found, gradients, Outer(inner), data())
+    grads = gradients(compiled, data())
+    assert_matches(grads, gradients, Outer(inner), data())
     assert captures(ours.body) == 1
 
 
@@ -642,8 +642,8 @@ def _without_hooks(module: nn.Module) -> torch.Tensor:
 def _vectorized_jacobian(module: nn.Module) -> torch.Tensor:
     x = data(grad=True)
     y = module(x)
-    (found,) = torch.autograd.grad(y, x, torch.eye(y.numel()).view(-1, *y.shape), is_grads_batched=True)
-    return found
+    (jacobian,) = torch.autograd.grad(y, x, torch.eye(y.numel()).view(-1, *y.shape), is_grads_batched=True)
+    return jacobian
 
 
 def _backward_elsewhere(module: nn.Module) -> torch.Tensor:

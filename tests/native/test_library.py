@@ -90,9 +90,9 @@ def test_the_cache_key_contains_all_that_affects_the_code(
     if other == "flags":
         monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, "-DOTHER"))
     if other == "compiler":
-        found = compiler.find()
-        assert found is not None
-        monkeypatch.setattr(compiler, "find", lambda: compiler.Compiler(found.command, "another version"))
+        installed = compiler.find()
+        assert installed is not None
+        monkeypatch.setattr(compiler, "find", lambda: compiler.Compiler(installed.command, "another version"))
     if other == "processor":
         described_machine(current_machine(), code_target="another processor")
     check(counter(COUNT + "// changed" if other == "source" else COUNT))
