@@ -85,10 +85,10 @@ def test_a_graph_writes_what_pytorch_writes_on_one_capture(tmp_path: Path) -> No
     trained(tmp_path / "pt", graph=False)
     model = trained(tmp_path / "ort", graph=True)
     assert engine_of(model).captures == 1
-    expected, found = files(tmp_path / "pt"), files(tmp_path / "ort")
-    assert expected.keys() == found.keys()
+    expected, written = files(tmp_path / "pt"), files(tmp_path / "ort")
+    assert expected.keys() == written.keys()
     for name, text in expected.items():
-        assert without_digits(text) == without_digits(found[name]), name
+        assert without_digits(text) == without_digits(written[name]), name
     assert expected["step_1/order.txt"].split() == [
         "Linear_1_0th_output",
         "ReLU_4_0th_output",
@@ -100,8 +100,8 @@ def test_a_graph_writes_what_pytorch_writes_on_one_capture(tmp_path: Path) -> No
         "Net_0_1th_output",
     ]
     for step in range(3):
-        assert f"step_{step}/Two_6_1th_output_backward" in found
-        assert f"step_{step}/Net_0_1th_output_backward" not in found  # an index has no gradient
+        assert f"step_{step}/Two_6_1th_output_backward" in written
+        assert f"step_{step}/Net_0_1th_output_backward" not in written  # an index has no gradient
 
 
 def test_the_gradients_are_those_without_subscribers(tmp_path: Path) -> None:
@@ -128,15 +128,15 @@ def test_the_contents_of_a_file(tmp_path: Path) -> None:
     manager.subscribe(torch.nn.Identity(), [subscriber])
     subscriber.inspect(manager.get_run_context(), "special", special)
     subscriber.inspect(manager.get_run_context(), "none", torch.zeros(0, 3, dtype=torch.int64))
-    found = files(tmp_path / "s")
-    assert found["step_0/special_forward"].splitlines() == [
+    written = files(tmp_path / "s")
+    assert written["step_0/special_forward"].splitlines() == [
         "special forward",
         "shape: (2, 3)  dtype: torch.float32  elements: 6",
         "min: -2  max: 4  mean: 0.666666667  std: 3.05505046",
         "nan: 1  inf: 2  negative: 2  positive: 2  zero: 1",
         "first elements: [nan, inf, -inf, 0, -2, 4]",
     ]
-    assert found["step_0/none_forward"].splitlines()[1:] == [
+    assert written["step_0/none_forward"].splitlines()[1:] == [
         "shape: (0, 3)  dtype: torch.int64  elements: 0",
         "first elements: []",
     ]
@@ -152,13 +152,13 @@ def test_only_some_steps(tmp_path: Path, graph: bool) -> None:
 def test_activations_inside_forward(tmp_path: Path, graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WATCHED, "activation", True)
     trained(tmp_path / "s", graph=graph, manager=GlobalSubscriberManager)
-    found = files(tmp_path / "s")
+    written = files(tmp_path / "s")
     for step in range(3):
         assert (
-            found[f"step_{step}/middle_forward"].split("\n")[1:]
-            == (found[f"step_{step}/Linear_1_0th_output_forward"].split("\n")[1:])
+            written[f"step_{step}/middle_forward"].split("\n")[1:]
+            == (written[f"step_{step}/Linear_1_0th_output_forward"].split("\n")[1:])
         )
-        assert f"step_{step}/middle_backward" in found
+        assert f"step_{step}/middle_backward" in written
 
 
 def test_activations_need_a_subscriber() -> None:
@@ -253,11 +253,11 @@ def test_merged_files_can_be_compared(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("onnxtrain.observe.hooks.merge_activation_summary", run_name="__main__")
     assert ended.value.code == 0
-    found = files(tmp_path / "m")
-    assert sorted(found) == [f"merge_{run}/step_{step}_.txt" for run in ("ort", "pt") for step in (0, 1)]
-    assert without_digits(found["merge_pt/step_1_.txt"]) == without_digits(found["merge_ort/step_1_.txt"])
-    assert found["merge_pt/step_1_.txt"].index("Linear_1") < found["merge_pt/step_1_.txt"].index("Linear_5")
-    assert "ReLU_4_0th_output_forward: missing" in found["merge_ort/step_0_.txt"]
+    merged = files(tmp_path / "m")
+    assert sorted(merged) == [f"merge_{run}/step_{step}_.txt" for run in ("ort", "pt") for step in (0, 1)]
+    assert without_digits(merged["merge_pt/step_1_.txt"]) == without_digits(merged["merge_ort/step_1_.txt"])
+    assert merged["merge_pt/step_1_.txt"].index("Linear_1") < merged["merge_pt/step_1_.txt"].index("Linear_5")
+    assert "ReLU_4_0th_output_forward: missing" in merged["merge_ort/step_0_.txt"]
     with pytest.raises(SystemExit):
         main(command)
     assert main([*command, "--overwrite"]) == 0

@@ -123,9 +123,9 @@ def test_one_line_for_the_first_graph_and_one_for_the_next(caplog: pytest.LogCap
     train(model, 5)
     (line,) = reports(caplog)
     assert line.levelno == logging.INFO
-    found = re.fullmatch(r"Sequential: initialisation took ([\d.]+) s, of which capture ([\d.]+) s", line.getMessage())
-    assert found
-    assert 0 < float(found[2]) <= float(found[1])
+    match = re.fullmatch(r"Sequential: initialisation took ([\d.]+) s, of which capture ([\d.]+) s", line.getMessage())
+    assert match
+    assert 0 < float(match[2]) <= float(match[1])
     caplog.clear()
     with torch.no_grad():
         model(torch.ones(3, 4))

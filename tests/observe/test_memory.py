@@ -27,11 +27,11 @@ def test_each_phase_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(18):
         model(torch.ones(1, 2))["parts"][1][0].sum().backward()
     lines = capsys.readouterr().out.splitlines()
-    found = [re.fullmatch(r"Nested step (\d+) (\w+ \w+): .*process \d+ MiB", line) for line in lines]
-    assert all(found), lines
+    matches = [re.fullmatch(r"Nested step (\d+) (\w+ \w+): .*process \d+ MiB", line) for line in lines]
+    assert all(matches), lines
     steps = [*range(10), 16]
     phases = ("before forward", "after forward", "before backward", "after backward")
-    assert [(int(m[1]), m[2]) for m in found if m] == [(step, phase) for step in steps for phase in phases]
+    assert [(int(m[1]), m[2]) for m in matches if m] == [(step, phase) for step in steps for phase in phases]
     assert model.report().stages  # the wrapper hides nothing
 
 

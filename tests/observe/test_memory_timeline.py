@@ -54,13 +54,13 @@ def test_allocated_and_freed_memory_is_counted() -> None:
         (torch.ones(3000) + 1).sum()
         return kept
 
-    found: list[torch.Tensor] = []
-    recording = record(lambda: found.append(run()))
+    results: list[torch.Tensor] = []
+    recording = record(lambda: results.append(run()))
     assert 28_000 <= peak_bytes(recording.allocations) <= 28_100  # sum takes some bytes of its own
     (left,) = [one for one in recording.allocations if one.end is None]
-    assert (left.bytes, left.address) == (4000, found[0].data_ptr())
+    assert (left.bytes, left.address) == (4000, results[0].data_ptr())
     assert left.allocated_by == "aten::empty"
-    freed = record(found.clear)
+    freed = record(results.clear)
     assert [(one.bytes, one.start) for one in freed.allocations] == [(4000, None)]
 
 
@@ -145,9 +145,9 @@ def test_the_command_predicts_what_it_measures(
     page = tmp_path / "memory.html"
     assert main(["memory", f"{model}:build", "--html", str(page), "--subgraphs"]) == 0
     out = capsys.readouterr().out
-    found = {name: float(n) for name, n in re.findall(r"│ ([\w ,]+?) +│ +([\d.]+) KiB", out)}
-    assert found["onnxtrain, predicted"] == pytest.approx(found["onnxtrain, measured"], rel=0.1)
-    assert found["onnxtrain, measured"] <= found["eager PyTorch, measured"]
+    kibibytes = {name: float(n) for name, n in re.findall(r"│ ([\w ,]+?) +│ +([\d.]+) KiB", out)}
+    assert kibibytes["onnxtrain, predicted"] == pytest.approx(kibibytes["onnxtrain, measured"], rel=0.1)
+    assert kibibytes["onnxtrain, measured"] <= kibibytes["eager PyTorch, measured"]
     assert re.search(r"3 │ float32 64×128 +│ Gelu", out)  # one row for three layers
     assert "net.py:10 in forward" in out
     assert re.search(r"96.0 KiB │ +3 │ 3 of 3 recomputed +│ Gelu\+:1:-1", out)
@@ -165,8 +165,8 @@ def test_the_command_plans_for_a_budget(
     monkeypatch.setenv("ONNXTRAIN_RNG", "torch")
     assert main(["memory", f"{model}:build", "--budget", "0.8"]) == 0
     out = capsys.readouterr().out
-    found = {name: float(n) for name, n in re.findall(r"│ ([\w ,]+?) +│ +([\d.]+) KiB", out)}
-    assert found["onnxtrain, predicted"] < found["onnxtrain without recomputation, predicted"]
+    kibibytes = {name: float(n) for name, n in re.findall(r"│ ([\w ,]+?) +│ +([\d.]+) KiB", out)}
+    assert kibibytes["onnxtrain, predicted"] < kibibytes["onnxtrain without recomputation, predicted"]
     assert "recomputed" in out
 
 

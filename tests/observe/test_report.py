@@ -107,9 +107,9 @@ def test_a_browser_shows_and_searches_it(report: ModelReport, tmp_path: Path) ->
     expected = sum(
         "tanh" in f"{n.module} {n.op} {n.outputs}".lower() and "layers" in n.module for n in report.captured.nodes
     )
-    found = re.search(r'id="found"[^>]*>(\d+) nodes', shown)
-    assert found is not None
-    assert int(found[1]) == expected
+    match = re.search(r'id="found"[^>]*>(\d+) nodes', shown)
+    assert match is not None
+    assert int(match[1]) == expected
 
 
 def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: ModelReport) -> None:
