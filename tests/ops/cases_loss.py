@@ -84,7 +84,7 @@ def saving_logits_grad(reduction: str) -> Any:
 
 def saving_logits_cases() -> list[OpCase]:
     """Cross entropy with 7 and 37 classes: less than one vector, and full vectors with a remainder."""
-    found = []
+    cases = []
     for reduction in ("none", "mean", "sum"):
         for axes, classes, weights in (("", 7, WEIGHTS), ("", 37, None), ("d", 7, None)):
             scores, target = Spec(f"n {classes} {axes}"), Spec(f"n {axes}", "int64", make=labels)
@@ -97,13 +97,13 @@ def saving_logits_cases() -> list[OpCase]:
                 ("CrossEntropy", forward, saving_logits(reduction)),
                 ("CrossEntropyGrad", backward, saving_logits_grad(reduction)),
             ):
-                found.append(OpCase("onnxtrain", name, inputs, reference, attributes, sizes=SIZES, label=label))
-    return found
+                cases.append(OpCase("onnxtrain", name, inputs, reference, attributes, sizes=SIZES, label=label))
+    return cases
 
 
 def cross_entropies() -> list[OpCase]:
     """Return cases of both ops with all reductions, with and without weights, for ranks two to five."""
-    found = []
+    cases = []
     for name, reference in (
         ("SoftmaxCrossEntropyLossInternal", cross_entropy),
         ("NegativeLogLikelihoodLossInternal2", nll),
@@ -113,10 +113,10 @@ def cross_entropies() -> list[OpCase]:
                 inputs = (Spec(f"n 7 {axes}"), Spec(f"n {axes}", "int64", make=labels), weights, INDEX)
                 label = f"{reduction}-{2 + len(axes.split())}d"
                 attributes = {"reduction": reduction}
-                found.append(
+                cases.append(
                     OpCase("com.microsoft", name, inputs, reference(reduction), attributes, sizes=SIZES, label=label)
                 )
-    return found
+    return cases
 
 
 def pointwise(name: str, reference: Any, *inputs: Spec, **attributes: Any) -> list[OpCase]:

@@ -240,8 +240,8 @@ def test_gated_rows_with_unsupported_strides_run_the_fallback(monkeypatch: pytes
     permuted = (gate.mT.contiguous().mT, gate.transpose(0, 1).contiguous().transpose(0, 1))
     for x in (*permuted, gate[:1].expand(12, 40, 50)):
         assert_matches(activations.gated(x, up, "silu"), activations.aten_gated, x, up, "silu")
-        found = activations.gated_backward(dy, x, up, "silu")
-        assert_matches(found, activations.aten_gated_backward, dy, x, up, "silu")
+        grads = activations.gated_backward(dy, x, up, "silu")
+        assert_matches(grads, activations.aten_gated_backward, dy, x, up, "silu")
     assert not counts
     activations.gated_backward(dy, gate, up, "silu")
     assert counts == {"gated_silu_backward_float": 1}

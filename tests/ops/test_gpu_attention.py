@@ -78,8 +78,8 @@ def test_the_formula_is_as_accurate_as_pytorchs(causal: bool, masked: bool) -> N
         bias = torch.zeros(7, 9, dtype=dtype) if mask is None else mask.to(dtype)
         if causal:
             bias = bias.masked_fill(torch.ones(7, 9, dtype=torch.bool).triu(1), -math.inf)
-        found = torch.nn.functional.scaled_dot_product_attention(*leaves, bias, scale=0.3, enable_gqa=True)
-        return found.detach(), *torch.autograd.grad(found, leaves, dy.to(dtype))
+        output = torch.nn.functional.scaled_dot_product_attention(*leaves, bias, scale=0.3, enable_gqa=True)
+        return output.detach(), *torch.autograd.grad(output, leaves, dy.to(dtype))
 
     for name, got, theirs, exact in zip(
         ("y", "dq", "dk", "dv"), results, eager(torch.float32), eager(torch.float64), strict=True
@@ -129,12 +129,12 @@ def test_backward_drops_what_forward_dropped(ratio: float, monkeypatch: pytest.M
     y, logsumexp, state = gpu_kernels.attention(q, k, v, ScoreOptions(), ratio)
     sampled = torch.get_rng_state()
     torch.rand(7)
-    found = y, *gpu_kernels.attention_backward(dy, q, k, v, y, logsumexp, state, ScoreOptions(), ratio)
+    results = y, *gpu_kernels.attention_backward(dy, q, k, v, y, logsumexp, state, ScoreOptions(), ratio)
     torch.manual_seed(5)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     p = torch.native_dropout((leaves[0] @ leaves[1].mT / 2).softmax(-1), ratio, True)[0]
     assert torch.equal(torch.get_rng_state(), sampled)
-    for got, expected in zip(found, (p @ leaves[2], *torch.autograd.grad(p @ leaves[2], leaves, dy)), strict=True):
+    for got, expected in zip(results, (p @ leaves[2], *torch.autograd.grad(p @ leaves[2], leaves, dy)), strict=True):
         assert_no_worse_than_eager("result", got, expected.detach(), expected.detach())
 
 
@@ -156,8 +156,8 @@ def captured(device: str, dropout: float, mask: Callable[[Any], ir.Value] | None
         set_type(value, TensorType(ir.DataType.FLOAT16, (2, 4, 5, 16)))
     op = builder(ir.Graph(inputs, [], nodes=[], opset_imports={"": 23}, name="attention"))
     op.device = device
-    made = None if mask is None else mask(op)
-    FROM_TORCH["aten.scaled_dot_product_attention.default"](op, *inputs, made, dropout)
+    mask_value = None if mask is None else mask(op)
+    FROM_TORCH["aten.scaled_dot_product_attention.default"](op, *inputs, mask_value, dropout)
     return [node.op_type for node in op.graph]
 
 
@@ -232,8 +232,8 @@ def compared_with_eager(
         with torch.no_grad():
             y, logsumexp, state = gpu_kernels.attention(q, k, v, options, ratio)
             assert torch.equal(torch.cuda.get_rng_state(), state_after)
-            found = y, *gpu_kernels.attention_backward(dy, q, k, v, y, logsumexp, state, options, ratio)
-    for got, theirs in zip(found, expected, strict=True):
+            results = y, *gpu_kernels.attention_backward(dy, q, k, v, y, logsumexp, state, options, ratio)
+    for got, theirs in zip(results, expected, strict=True):
         if backend == SDPBackend.MATH:
             assert_no_worse_than_eager("result", got, theirs.detach(), theirs.detach().double())
         else:

@@ -263,6 +263,6 @@ def test_a_slice_with_a_positive_step_copies_nothing(cut):
             return hidden, cut(hidden)
 
     x = torch.randn(2, 6, 8, 5)
-    whole, part = ORTModule(Cuts(), fallback_policy="FALLBACK_DISABLE")(x)
+    hidden_states, part = ORTModule(Cuts(), fallback_policy="FALLBACK_DISABLE")(x)
     assert torch.equal(part, cut(x.relu()))
-    assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    assert part.untyped_storage().data_ptr() == hidden_states.untyped_storage().data_ptr()

@@ -49,10 +49,10 @@ def test_tokens_outside_all_sequences_are_zero() -> None:
 def values(dtype: ir.DataType, width: int) -> list[ir.Value]:
     """Return q, k, v and two vectors of offsets."""
     types = [TensorType(dtype, ("t", 2, width))] * 3 + [TensorType(ir.DataType.INT64, ("n",))] * 2
-    found = [ir.Value(name=f"x{i}") for i in range(len(types))]
-    for value, tensor_type in zip(found, types, strict=True):
+    operands = [ir.Value(name=f"x{i}") for i in range(len(types))]
+    for value, tensor_type in zip(operands, types, strict=True):
         set_type(value, tensor_type)
-    return found
+    return operands
 
 
 @pytest.mark.parametrize(
