@@ -25,12 +25,12 @@ def of_class(full_name: str, **members: Any) -> Any:
 
 
 def with_gradients(*values: list[float]) -> list[Parameter]:
-    made = []
+    parameters = []
     for given in values:
         p = Parameter(torch.zeros(len(given)))
         p.grad = torch.tensor(given)
-        made.append(p)
-    return made
+        parameters.append(p)
+    return parameters
 
 
 def test_others_stay_as_they_are_with_a_warning() -> None:
@@ -47,19 +47,19 @@ def test_others_stay_as_they_are_with_a_warning() -> None:
 @pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_finds_every_kind_of_overflow(bad: float | None, dtype: torch.dtype) -> None:
-    found = [torch.randn(5, dtype=dtype), torch.randn(3, 4), torch.randn(0), torch.randn(4, 3).t()]
+    grads = [torch.randn(5, dtype=dtype), torch.randn(3, 4), torch.randn(0), torch.randn(4, 3).t()]
     if bad is not None:
-        found[0][3] = bad
-    before = [each.clone() for each in found]
-    assert gradients.found_non_finite(found).tolist() == [float(bad is not None)]
-    for a, b in zip(found, before, strict=True):
+        grads[0][3] = bad
+    before = [each.clone() for each in grads]
+    assert gradients.found_non_finite(grads).tolist() == [float(bad is not None)]
+    for a, b in zip(grads, before, strict=True):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def test_the_norm_of_mixed_gradients() -> None:
-    found = [torch.full((4,), 3.0, dtype=torch.bfloat16), torch.full((2,), 4.0, dtype=torch.float64), torch.zeros(0)]
+    grads = [torch.full((4,), 3.0, dtype=torch.bfloat16), torch.full((2,), 4.0, dtype=torch.float64), torch.zeros(0)]
     exact = torch.tensor(4 * 9 + 2 * 16, dtype=torch.float64).sqrt()
-    assert_no_worse_than_eager("norm", gradients.norm(found), exact, exact)
+    assert_no_worse_than_eager("norm", gradients.norm(grads), exact, exact)
     assert gradients.norm([]).item() == 0
 
 
@@ -197,16 +197,16 @@ def test_deepspeed() -> None:
     params = with_gradients([3.0], [4.0])
     assert optimizer.has_overflow_partitioned_grads_serial().tolist() == [False]
     assert optimizer.has_overflow_serial(params).tolist() == [False]
-    found = [p.grad for p in params]
-    assert optimizer.get_grad_norm_direct(found, params).item() == 5
-    assert optimizer.get_grad_norm_direct(found, params, 1).item() == 7
+    param_grads = [p.grad for p in params]
+    assert optimizer.get_grad_norm_direct(param_grads, params).item() == 5
+    assert optimizer.get_grad_norm_direct(param_grads, params, 1).item() == 7
     params[1].ds_pipe_replicated = True
-    assert optimizer.get_grad_norm_direct(found, params).item() == 3
+    assert optimizer.get_grad_norm_direct(param_grads, params).item() == 3
     params[0].ds_pipe_replicated = True
-    assert optimizer.get_grad_norm_direct(found, params).item() == 0
+    assert optimizer.get_grad_norm_direct(param_grads, params).item() == 0
     del params[0].ds_pipe_replicated
     params[0].grad[0] = grads[1][0][0] = math.inf
-    assert optimizer.get_grad_norm_direct(found, params).item() == -1
+    assert optimizer.get_grad_norm_direct(param_grads, params).item() == -1
     assert optimizer.has_overflow_serial(params).tolist() == [True]
     assert optimizer.has_overflow_partitioned_grads_serial().tolist() == [True]
 
@@ -214,8 +214,8 @@ def test_deepspeed() -> None:
 def test_padding_of_a_partition_is_no_gradient_of_a_parameter() -> None:
     padding = torch.tensor([100.0])
     padding._zero_padding = True
-    found = [torch.tensor([3.0]), padding, torch.tensor([4.0])]
-    assert FP16_Optimizer(zero()).get_grad_norm_direct(found, with_gradients([3.0], [4.0])).item() == 5
+    grads = [torch.tensor([3.0]), padding, torch.tensor([4.0])]
+    assert FP16_Optimizer(zero()).get_grad_norm_direct(grads, with_gradients([3.0], [4.0])).item() == 5
 
 
 def test_a_version_keeps_its_own_mask_of_infinite_norms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +294,12 @@ def trained(make: Callable[[list[Parameter]], Any], wrap: Callable[[Any], Any]) 
     torch.manual_seed(0)
     weights = [Parameter(torch.randn(n, 3).half()) for n in (4, 2)]
     optimizer = wrap(make(weights))
-    found: list[Any] = []
+    results: list[Any] = []
     for scale in (1.0, 2.0, 3e4, 0.5):
         x = torch.randn(5, 4).half() * scale
         loss = (x @ weights[0]).square().mean() + weights[1].square().sum()
-        found += [optimizer.train_step(loss), *(w.detach().float() for w in weights)]
-    return found
+        results += [optimizer.train_step(loss), *(w.detach().float() for w in weights)]
+    return results
 
 
 @pytest.mark.parametrize(

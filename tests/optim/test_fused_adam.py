@@ -175,7 +175,10 @@ def test_a_state_with_unequal_steps_is_refused() -> None:
 def test_groups_have_settings_of_their_own() -> None:
     ours, expected = pair(torch.float32, "cpu")
     split = [{"weight_decay": 0.0}, {"lr": 1e-3}]
-    groups = [[{"params": of[:2], **split[0]}, {"params": of[2:], **split[1]}] for of in (ours, expected)]
+    groups = [
+        [{"params": parameters[:2], **split[0]}, {"params": parameters[2:], **split[1]}]
+        for parameters in (ours, expected)
+    ]
     train(ours, FusedAdam(groups[0], adam_w_mode=TORCH, **SETTINGS))
     train(expected, torch.optim.AdamW(groups[1], fused=True, **SETTINGS))
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
@@ -438,9 +441,9 @@ def test_a_closure_computes_the_gradients() -> None:
     p = torch.nn.Parameter(torch.ones(3))
 
     def loss() -> torch.Tensor:
-        found = (p * p).sum()
-        found.backward()
-        return found
+        value = (p * p).sum()
+        value.backward()
+        return value
 
     assert FusedAdam([p], lr=0.1).step(loss).item() == 3
     assert (p < 1).all()

@@ -16,12 +16,12 @@ TOTAL = 100
 
 def rates(schedule: object, top: float = 2.0) -> list[float]:
     info = TrainStepInfo(AdamConfig(lr=top))
-    found = []
+    learning_rates = []
     for info.optimization_step in range(TOTAL + 2):
         (rate,) = schedule.get_lr(info)
         assert schedule.get_last_lr() == [rate]
-        found.append(rate)
-    return found
+        learning_rates.append(rate)
+    return learning_rates
 
 
 EXPECTED = {
@@ -35,17 +35,22 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_warm_up_and_what_comes_after(name: str) -> None:
     schedule = getattr(optim, name)(total_steps=TOTAL, warmup=0.1)
-    found = rates(schedule)
+    learning_rates = rates(schedule)
     steps = range(TOTAL + 2)
     expected = [2.0 * s / 10 if s < 10 else EXPECTED[name](min((s - 10) / 90, 1)) for s in steps]
     exact = torch.tensor(expected, dtype=torch.float64)
-    assert_no_worse_than_eager(name, torch.tensor(found, dtype=torch.float64), exact, exact)
+    assert_no_worse_than_eager(name, torch.tensor(learning_rates, dtype=torch.float64), exact, exact)
 
 
 def test_power_and_end() -> None:
     schedule = optim.PolyWarmupLRScheduler(TOTAL, lr_end=0.5, power=2.0, warmup=0.0)
-    found = rates(schedule)
-    assert (found[0], found[50], found[TOTAL], found[TOTAL + 1]) == (2.0, 0.5 + 1.5 * 0.25, 0.5, 0.5)
+    learning_rates = rates(schedule)
+    assert (learning_rates[0], learning_rates[50], learning_rates[TOTAL], learning_rates[TOTAL + 1]) == (
+        2.0,
+        0.5 + 1.5 * 0.25,
+        0.5,
+        0.5,
+    )
     with pytest.raises(ValueError, match="peak learning rate"):
         rates(schedule, top=0.1)
 
@@ -83,8 +88,8 @@ class TestDynamicLossScaler:
 
     def test_doubles_after_a_window_and_halves_after_an_overflow(self) -> None:
         scaler = optim.DynamicLossScaler(loss_scale=8.0, up_scale_window=2, min_loss_scale=2.0, max_loss_scale=16.0)
-        found = [scaler.update(self.info(finite)) for finite in (1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0)]
-        assert found == [8, 16, 16, 8, 8, 16, 16, 16, 8, 4, 2, 2]
+        scales = [scaler.update(self.info(finite)) for finite in (1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0)]
+        assert scales == [8, 16, 16, 8, 8, 16, 16, 16, 8, 4, 2, 2]
         scaler.reset()
         assert scaler.loss_scale == 8
 

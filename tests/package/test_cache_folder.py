@@ -66,9 +66,9 @@ def test_temporary_folder_of_another_user(folders: Path, monkeypatch: pytest.Mon
     taken = folders / "temporary" / f"onnxtrain-{module._user()}"
     taken.mkdir()
     taken.chmod(0o777)
-    found = cache_folder("native").parent
-    assert found != taken
-    assert found.parent == folders / "temporary"
+    chosen = cache_folder("native").parent
+    assert chosen != taken
+    assert chosen.parent == folders / "temporary"
 
 
 def test_nothing_can_be_written(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
