@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from onnxtrain import ORTModule
-from tests.passes.less_work import made
+from tests.passes.less_work import applied_by
 
 CLASSES, WIDTH, IGNORED = 30, 8, -100
 PASSES = ("hoist_gathers", "skip_ignored_labels", "chunk_losses", "pack_tokens")
@@ -51,7 +51,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> set[str]:
     monkeypatch.setattr(importlib.import_module("onnxtrain.passes.chunk_losses"), "FEWEST_CLASSES", CLASSES)
     model = ORTModule(Words(), **options)
     model(*batch()).backward()
-    return {name for name in PASSES if made(model, name)}
+    return {name for name in PASSES if applied_by(model, name)}
 
 
 OFF = [

@@ -61,6 +61,6 @@ def refusals(model: ORTModule, name: str) -> list[str]:
     return [str(refusal) for refusal in model.report().refused if refusal.pass_name == name]
 
 
-def made(model: ORTModule, name: str) -> list[str]:
+def applied_by(model: ORTModule, name: str) -> list[str]:
     """Return what a pass applied in the newest compilation."""
     return [text for stage in model.report().stages for text in stage.applied if text.startswith(f"{name}:")]

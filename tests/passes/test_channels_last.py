@@ -70,11 +70,11 @@ def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> str:
     exact.load_state_dict(eager.state_dict())
     module = ORTModule(own)
     for _ in range(2):  # the second step uses what the first one wrote into buffers
-        expected, found = named(eager, eager, x), named(module, own, x)
+        expected, results = named(eager, eager, x), named(module, own, x)
         reference = named(exact, exact, x.double())
         # The gradient of a bias before batch norm is zero: eager's is rounding noise.
-        compare_named("step", found, expected, reference, lambda: [named(e, e, x) for e in perturbed(eager)])
-        for name, got in found.items():
+        compare_named("step", results, expected, reference, lambda: [named(e, e, x) for e in perturbed(eager)])
+        for name, got in results.items():
             want = expected[name]
             assert strides(got) == strides(want), f"{name}: strides {got.stride()}, eager has {want.stride()}"
     assert_each_no_worse("buffers", *(dict(m.named_buffers()) for m in (own, eager, exact)))
@@ -166,18 +166,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.skip("needs a C++ compiler")
     library = batch_norm_channels_last.LIBRARY
     assert library.wait(), library.failure
-    found: list[str] = []
+    names: list[str] = []
 
     def noted(name: str, function: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
-            found.append(name)
+            names.append(name)
             function(*arguments)
 
         return call
 
     functions = {name: noted(name, function) for name, function in vars(library.functions).items()}
     monkeypatch.setattr(library, "functions", SimpleNamespace(**functions))
-    return found
+    return names
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -250,15 +250,15 @@ def test_batch_norms_are_as_exact_as_for_contiguous_images(
         if own:
             mask = [True, True, True, is_sum]
             other = (y if behind else None, added if behind == "two readers" else None)
-            *found, dresidual = batch_norm_backward(dy, x, scale, *read, *other, training, 1e-3, mask, compiled)
+            *grads, dresidual = batch_norm_backward(dy, x, scale, *read, *other, training, 1e-3, mask, compiled)
         else:
             statistics = (None, None, *saved) if training else (mean, var, None, None)
             dresidual = dy + added if behind == "two readers" else dy
             dresidual = dresidual * (y > 0) if behind else dresidual
-            found = torch.ops.aten.native_batch_norm_backward(
+            grads = torch.ops.aten.native_batch_norm_backward(
                 dresidual, x, scale, *statistics, training, 1e-3, [True, True, True]
             )
-        return [y, *([dresidual] if is_sum else []), *moved, *found]
+        return [y, *([dresidual] if is_sum else []), *moved, *grads]
 
     tensors = (x, dy, residual, added, scale, b, mean, var)
     eager, exact = run(False, *tensors), run(False, *(t.double() for t in tensors))
@@ -314,7 +314,7 @@ def test_moments_of_rows_with_a_bad_estimate_of_the_mean(
             y, saved, inv_std = torch.native_batch_norm(values, None, None, *moved, True, 1.0, 1e-5)
         return [y, saved, inv_std, *moved]
 
-    found = run(True, torch.float32), run(False, torch.float32), run(False, torch.float64)
-    for name, got, eager, exact in zip(("y", "mean", "inv_std", "running mean", "running var"), *found, strict=True):
+    results = run(True, torch.float32), run(False, torch.float32), run(False, torch.float64)
+    for name, got, eager, exact in zip(("y", "mean", "inv_std", "running mean", "running var"), *results, strict=True):
         assert_no_worse_than_eager(name, got, eager, exact)
     assert calls == ["forward"]

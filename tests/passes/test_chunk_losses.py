@@ -21,7 +21,7 @@ from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.loss import linear_cross_entropy
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.passes.less_work import check_equals_eager, forward_graph, made, refusals, shapes, wrap
+from tests.passes.less_work import applied_by, check_equals_eager, forward_graph, refusals, shapes, wrap
 from tests.thinned import slow_but_every
 from tests.zoo.entry import Call, Draw
 
@@ -86,8 +86,8 @@ def test_equals_eager(options: dict[str, Any], tmp_path: Path) -> None:
     check_equals_eager(lambda: Words(**options), labelled, ((3, 9), (2, 4), (1, 5)))
     model = wrap(Words(**options), tmp_path)
     model(*labelled(Draw(0), 3, 9).args).backward()
-    assert made(model, "chunk_losses")
-    assert made(model, "compute_loss_gradients_in_forward")
+    assert applied_by(model, "chunk_losses")
+    assert applied_by(model, "compute_loss_gradients_in_forward")
     graph = forward_graph(tmp_path)
     assert not any(shape.endswith(f",{CLASSES}]") for kind in ("Linear", "MatMul") for shape in shapes(graph, kind))
 
@@ -96,16 +96,16 @@ def test_under_autocast_scores_are_widened_chunk_by_chunk() -> None:
     torch.manual_seed(0)
     module = Words()
     x, labels = labelled(Draw(0), 3, 9).args
-    found = []
+    results = []
     for run, dtype in ((ORTModule(module), torch.bfloat16), (module, torch.bfloat16), (module.double(), None)):
         module.to(torch.float32 if dtype else torch.float64).zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
             loss = run(x if dtype else x.double(), labels)
         loss.backward()
-        found.append([loss.detach(), *(p.grad.detach().clone() for p in module.parameters() if p.grad is not None)])
+        results.append([loss.detach(), *(p.grad.detach().clone() for p in module.parameters() if p.grad is not None)])
         if run is not module:
-            assert made(run, "chunk_losses")
-    for got, eager, exact in zip(*found, strict=True):
+            assert applied_by(run, "chunk_losses")
+    for got, eager, exact in zip(*results, strict=True):
         assert_no_worse_than_eager("result", got.to(torch.bfloat16), eager.to(torch.bfloat16), exact)
 
 
@@ -156,14 +156,14 @@ def test_a_scaled_loss_a_second_backward_and_no_gradient() -> None:
     """Gradients are for dloss = 1 at first; what is kept of them is not changed."""
     module, (x, labels) = Words(), labelled(Draw(0), 3, 9).args
     model = ORTModule(module)
-    found = []
+    grads = []
     for run in (model, module):
         module.zero_grad()
         loss = run(x, labels)
         (loss * 3).backward(retain_graph=True)
         (loss / 2).backward()
-        found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
-    for got, eager in zip(*found, strict=True):
+        grads.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+    for got, eager in zip(*grads, strict=True):
         assert_no_worse_than_eager("gradient", got, eager, eager.double(), 1.0)
     with torch.no_grad():
         assert_no_worse_than_eager("loss", model(x, labels), module(x, labels), module(x, labels).double(), 1.0)
@@ -187,17 +187,17 @@ def test_float16_gradients_are_computed_from_the_scaled_loss() -> None:
         module.score.weight *= 1e-3
     model = ORTModule(module, rng="torch")
     x, labels = (1e-3 * torch.randn(4, 32, WIDTH)).half(), torch.randint(0, CLASSES, (4, 32))
-    found = []
+    grads = []
     for run, kind, by in ((model, torch.half, scale), (module, torch.half, scale), (module.double(), None, 1.0)):
         module.to(kind or torch.float64).zero_grad()
         (run(x.to(kind or torch.float64), labels) * by).backward()
-        found.append({name: p.grad.double() / by for name, p in module.named_parameters() if p.grad is not None})
-    ours, eager, exact = found
+        grads.append({name: p.grad.double() / by for name, p in module.named_parameters() if p.grad is not None})
+    ours, eager, exact = grads
     assert exact["before.weight"].abs().max() < 2.0**-24, "float16 holds them: the test shows nothing"
     for name, right in exact.items():
         assert_no_worse_than_eager(name, ours[name].half(), eager[name].half(), right)
     assert any("float16" in text for text in refusals(model, "compute_loss_gradients_in_forward"))
-    assert made(model, "chunk_losses")
+    assert applied_by(model, "chunk_losses")
 
 
 @pytest.mark.parametrize(
@@ -216,14 +216,14 @@ def test_what_is_refused_equals_eager_and_has_a_reason(options: dict[str, Any], 
     model = wrap(Words(**options), tmp_path)
     loss(model(*labelled(Draw(0), 3, 9).args)).backward()
     assert any(reason in text for text in refusals(model, "chunk_losses"))
-    assert not made(model, "chunk_losses")
+    assert not applied_by(model, "chunk_losses")
 
 
 def test_few_classes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(chunk_losses, "FEWEST_CLASSES", CLASSES + 1)
     model = wrap(Words(), tmp_path)
     model(*labelled(Draw(0), 3, 9).args).backward()
-    assert not made(model, "chunk_losses")
+    assert not applied_by(model, "chunk_losses")
     assert not refusals(model, "chunk_losses")
 
 
@@ -258,9 +258,9 @@ def test_any_labels_in_any_chunks(labels: list[int], chunk: int, mean: bool, dty
 
     operands = [(v * s).to(dtype) for v, s in ((x, scale), (w, 1), (b, 1))]
     with _rows_of_a_chunk(chunk):
-        found = linear_cross_entropy.linear_cross_entropy_with_gradients(
+        results = linear_cross_entropy.linear_cross_entropy_with_gradients(
             *operands, target, None, int(mean), -1, dtype, linear_cross_entropy.ATEN, mask=(True, True, True)
         )
-    for got, near, exact in zip(found, eager(dtype), eager(torch.float64), strict=True):
+    for got, near, exact in zip(results, eager(dtype), eager(torch.float64), strict=True):
         assert got is not None
         assert_no_worse_than_eager("result", got, near, exact, 1.0)

@@ -14,7 +14,7 @@ from torch import nn
 
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.fold_scalar_factors import fold_scalar_factors
-from tests.passes.less_work import WIDTH, check_equals_eager, forward_graph, made, refusals, wrap
+from tests.passes.less_work import WIDTH, applied_by, check_equals_eager, forward_graph, refusals, wrap
 from tests.passes.test_rewrites import closed, graph_of, kinds, rows, source_of_result
 from tests.zoo.entry import Draw
 
@@ -71,11 +71,11 @@ def test_scaled_models_train_as_in_eager(compute: Any, sizes: Any) -> None:
 def test_numbers_are_folded(compute: Any, tmp_path: Path) -> None:
     model = wrap(Scaled(compute), tmp_path)
     model(*rows(Draw(0), 3, 9).args).sum().backward()
-    found = kinds(tmp_path)
-    assert made(model, "fold_scalar_factors")
+    op_counts = kinds(tmp_path)
+    assert applied_by(model, "fold_scalar_factors")
     assert not refusals(model, "fold_scalar_factors")
-    assert found["Div"] == 0
-    assert found["Mul"] == (1 if compute in (chain, adapter) else 0)
+    assert op_counts["Div"] == 0
+    assert op_counts["Mul"] == (1 if compute in (chain, adapter) else 0)
     if compute is adapter:
         (product,) = (node for node in forward_graph(tmp_path) if node.op_type == "Mul")
         assert product.outputs[0].shape is not None
@@ -89,7 +89,7 @@ def test_a_product_that_is_read_elsewhere_stays(tmp_path: Path) -> None:
 
     model = wrap(Scaled(twice), tmp_path)
     model(*rows(Draw(0), 3, 9).args).sum().backward()
-    assert not made(model, "fold_scalar_factors")
+    assert not applied_by(model, "fold_scalar_factors")
 
 
 def test_a_square_takes_no_number_of_one_operand() -> None:
@@ -137,5 +137,5 @@ def test_who_draws_eagers_numbers_gets_eagers_order(tmp_path: Path) -> None:
 
     model = wrap(Scaled(dropped), tmp_path, rng="torch")
     model(*rows(Draw(0), 3, 9).args).sum().backward()
-    assert not made(model, "fold_scalar_factors")
+    assert not applied_by(model, "fold_scalar_factors")
     assert [r for r in refusals(model, "fold_scalar_factors") if "order of operations" in str(r)]

@@ -134,12 +134,14 @@ def check(form: Form, dtype: torch.dtype, channels: int = 4, channels_last: bool
         tensors = [torch.randn(batch, channels, height, width).to(dtype) for _ in range(2)]
         if channels_last:
             tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors]
-        found = [
+        by_module = [
             results(m, [t.to(d) for t in tensors]) for m, d in ((ours, dtype), (eager, dtype), (exact, torch.double))
         ]
-        assert found[0].keys() == found[1].keys()
-        for name, got in found[0].items():
-            assert_no_worse_than_eager(f"{name} at {batch} x {height} x {width}", got, found[1][name], found[2][name])
+        assert by_module[0].keys() == by_module[1].keys()
+        for name, got in by_module[0].items():
+            assert_no_worse_than_eager(
+                f"{name} at {batch} x {height} x {width}", got, by_module[1][name], by_module[2][name]
+            )
     assert engine_of(ours).captures == 1
     return ours
 
@@ -151,9 +153,9 @@ def norms(ours: nn.Module) -> list[Any]:
 @pytest.mark.parametrize(("form", "activated", "added"), FORMS, ids=lambda v: getattr(v, "__name__", ""))
 @pytest.mark.parametrize("dtype", slow_but_every(2, [torch.float32, torch.float64]))
 def test_what_is_behind_a_norm_becomes_part_of_it(form: Form, activated: int, added: int, dtype: torch.dtype) -> None:
-    found = norms(check(form, dtype))
-    assert sum("activation" in n.attributes for n in found) == activated
-    assert sum(len(n.inputs) == 6 and n.inputs[5] is not None for n in found) == added
+    norm_nodes = norms(check(form, dtype))
+    assert sum("activation" in n.attributes for n in norm_nodes) == activated
+    assert sum(len(n.inputs) == 6 and n.inputs[5] is not None for n in norm_nodes) == added
 
 
 @pytest.mark.parametrize("form", [alone, of_a_sum, result_read_twice, blocks], ids=lambda f: f.__name__)
@@ -211,8 +213,8 @@ def test_relu_behind_a_checkpoint_stays() -> None:
 
         return torch.relu(checkpoint(plain, x, use_reentrant=False)) * r
 
-    found = norms(check(form, torch.float32))
-    assert not any("activation" in n.attributes for n in found)
+    norm_nodes = norms(check(form, torch.float32))
+    assert not any("activation" in n.attributes for n in norm_nodes)
 
 
 @pytest.mark.parametrize("frozen", ["x", "residual", "norm"])

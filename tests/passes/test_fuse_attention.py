@@ -262,13 +262,13 @@ def test_dropout_keeps_as_much_as_it_should(function: Any) -> None:
 @pytest.mark.parametrize("function", [dropped, with_sdpa])
 def test_who_asks_for_eagers_draws_gets_eagers_bits(function: Any) -> None:
     ours = ORTModule(FunctionModule(function), rng="torch")
-    found = []
+    results = []
     for run in (ours, function):
         torch.manual_seed(3)
         leaves = [x.requires_grad_() for x in torch.randn(3, 2, 9, 8).unbind()]
         y = run(*leaves)
-        found.append([y, *torch.autograd.grad(y.square().sum(), leaves), torch.get_rng_state()])
-    for mine, theirs in zip(*found, strict=True):
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves), torch.get_rng_state()])
+    for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
     assert [r.reason for r in refusals(ours)] == ['its dropout reproduces eager\'s random numbers (rng="torch")']
 
@@ -352,9 +352,9 @@ def _written_out(entry: ZooModel, left: bool) -> ZooModel:
         return model
 
     def call(draw: Draw, batch: int, length: int) -> Call:
-        found = entry.call(draw, batch, length)
+        padded_call = entry.call(draw, batch, length)
         mask = {"attention_mask": ragged_mask(batch, length).flip(1)} if left else {}
-        return Call(kwargs={**found.kwargs, **mask})
+        return Call(kwargs={**padded_call.kwargs, **mask})
 
     return dataclasses.replace(entry, make=make, call=call)
 

@@ -213,8 +213,8 @@ def test_a_value_inside_that_is_read_elsewhere_is_named() -> None:
 def test_a_pattern_of_ones_own(beta: float, rewritten: bool) -> None:
     """Mish, which models write as x * tanh(softplus(x)); a Softplus of another domain has a beta."""
 
-    def build(ops: Builder, found: Match, old: ir.Value) -> ir.Value:
-        result: ir.Value = ops.Mish(found.values["x"])
+    def build(ops: Builder, match: Match, old: ir.Value) -> ir.Value:
+        result: ir.Value = ops.Mish(match.values["x"])
         return result
 
     own = register(Rewrite("Mish", op("Mul", Var("x"), op("Tanh", op("Softplus", Var("x")))), build))
@@ -244,24 +244,24 @@ def _shown(name: str, folder: Path) -> Counter[str]:
     return saved_ops(model, folder, *call.args, **call.kwargs)
 
 
-def attentions(found: Counter[str]) -> int:
-    return sum(found[f"onnxtrain::{name}"] for name in FUSED)
+def attentions(op_counts: Counter[str]) -> int:
+    return sum(op_counts[f"onnxtrain::{name}"] for name in FUSED)
 
 
 def test_the_saved_graph_of_llama_shows_its_blocks(tmp_path: Path) -> None:
-    found = _shown("llama", tmp_path)
-    assert found["com.microsoft::SimplifiedLayerNormalization"] == 5
-    assert found["onnxtrain::RotaryEmbedding"] == 4
-    assert found["onnxtrain::GatedActivation"] == 2
-    assert attentions(found) == LAYERS["llama"]
-    assert not found["onnx::Softmax"]
+    op_counts = _shown("llama", tmp_path)
+    assert op_counts["com.microsoft::SimplifiedLayerNormalization"] == 5
+    assert op_counts["onnxtrain::RotaryEmbedding"] == 4
+    assert op_counts["onnxtrain::GatedActivation"] == 2
+    assert attentions(op_counts) == LAYERS["llama"]
+    assert not op_counts["onnx::Softmax"]
 
 
 def test_the_saved_graph_of_t5_shows_its_blocks(tmp_path: Path) -> None:
-    found = _shown("t5", tmp_path)
-    assert found["com.microsoft::SimplifiedLayerNormalization"] == 12
-    assert attentions(found) == LAYERS["t5"]
-    assert not found["onnx::Softmax"]
+    op_counts = _shown("t5", tmp_path)
+    assert op_counts["com.microsoft::SimplifiedLayerNormalization"] == 12
+    assert attentions(op_counts) == LAYERS["t5"]
+    assert not op_counts["onnx::Softmax"]
 
 
 class Gpt2Block(torch.nn.Module):
@@ -294,11 +294,11 @@ class Gpt2Block(torch.nn.Module):
 
 
 def test_the_saved_graph_of_a_hand_written_block_shows_it(tmp_path: Path) -> None:
-    found = saved_ops(Gpt2Block(), tmp_path, torch.randn(2, 5, 16))
-    assert attentions(found) == 1
-    assert found["com.microsoft::FastGelu"] == 1
-    assert found["onnx::LayerNormalization"] == 2
-    assert not found["onnx::Softmax"] + found["onnx::Tanh"]
+    op_counts = saved_ops(Gpt2Block(), tmp_path, torch.randn(2, 5, 16))
+    assert attentions(op_counts) == 1
+    assert op_counts["com.microsoft::FastGelu"] == 1
+    assert op_counts["onnx::LayerNormalization"] == 2
+    assert not op_counts["onnx::Softmax"] + op_counts["onnx::Tanh"]
 
 
 def test_a_hand_written_block_equals_eager() -> None:

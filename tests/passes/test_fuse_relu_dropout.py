@@ -65,11 +65,11 @@ def check(form: Form, dtype: torch.dtype, **options: Any) -> nn.Module:
     """Compare with PyTorch under the same masks, at all sizes, on one capture."""
     ours = ORTModule(FunctionModule(lambda x, other: form(lambda t: F.dropout(t, P), x, other)), **options)
     eager = FunctionModule(lambda x, other: form(keyed, x, other))
-    for known in SIZES:
-        tensors = [torch.randn(known["b"], known["s"], 6).to(dtype) for _ in range(2)]
-        found = results(ours, tensors, dtype), results(eager, tensors, dtype), results(eager, tensors, torch.float64)
-        for what, got, theirs, exact in zip(("y", "dx", "dother"), *found, strict=True):
-            assert_no_worse_than_eager(f"{what} at {known}", got, theirs, exact)
+    for sizes in SIZES:
+        tensors = [torch.randn(sizes["b"], sizes["s"], 6).to(dtype) for _ in range(2)]
+        triples = results(ours, tensors, dtype), results(eager, tensors, dtype), results(eager, tensors, torch.float64)
+        for name, got, theirs, exact in zip(("y", "dx", "dother"), *triples, strict=True):
+            assert_no_worse_than_eager(f"{name} at {sizes}", got, theirs, exact)
     assert engine_of(ours).captures == 1
     return ours
 
@@ -106,8 +106,8 @@ def test_a_relu_outside_of_the_models_checkpoint_stays() -> None:
         y = run(x, other)
         return [y, *torch.autograd.grad(y.sum(), (x, other))]
 
-    found = differentiated(ours, x, other)
-    assert_matches(found, differentiated, lambda x, other: keyed(torch.relu(x * other)).exp(), x, other)
+    results = differentiated(ours, x, other)
+    assert_matches(results, differentiated, lambda x, other: keyed(torch.relu(x * other)).exp(), x, other)
     assert "ReluDropout" not in kinds(ours)
 
 

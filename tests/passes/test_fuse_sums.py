@@ -146,11 +146,11 @@ def check(form: Form, dtype: torch.dtype = torch.float32, **options: Any) -> ORT
     """Compare with PyTorch under the same masks, at all sizes, on one capture."""
     ours = ORTModule(FunctionModule(lambda x, residual: form(lambda t: F.dropout(t, P), x, residual)), **options)
     eager = FunctionModule(lambda x, residual: form(keyed, x, residual))
-    for known in SIZES:
-        tensors = [torch.randn(known["b"], known["s"], 6).to(dtype) for _ in range(2)]
-        found = results(ours, tensors, dtype), results(eager, tensors, dtype), results(eager, tensors, torch.float64)
-        for what, got, theirs, exact in zip(("y", "dx", "dresidual"), *found, strict=True):
-            assert_no_worse_than_eager(f"{what} at {known}", got, theirs, exact)
+    for sizes in SIZES:
+        tensors = [torch.randn(sizes["b"], sizes["s"], 6).to(dtype) for _ in range(2)]
+        triples = results(ours, tensors, dtype), results(eager, tensors, dtype), results(eager, tensors, torch.float64)
+        for name, got, theirs, exact in zip(("y", "dx", "dresidual"), *triples, strict=True):
+            assert_no_worse_than_eager(f"{name} at {sizes}", got, theirs, exact)
     assert engine_of(ours).captures == 1
     return ours
 
@@ -206,7 +206,7 @@ def test_a_dropout_that_is_given_out_stays() -> None:
 def test_the_pass_changes_no_draw(form: Form) -> None:
     """By operators, which round alike with and without it: every bit of a result shows the mask."""
     tensors = [torch.randn(5, 7, 6) for _ in range(2)]
-    found = [
+    runs = [
         results(
             ORTModule(
                 FunctionModule(lambda x, r: form(lambda t: F.dropout(t, P), x, r)),
@@ -218,7 +218,7 @@ def test_the_pass_changes_no_draw(form: Form) -> None:
         )
         for names in ((), ("fuse_sums",))
     ]
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize(
@@ -284,9 +284,9 @@ def test_a_budget_draws_the_same_masks_again() -> None:
     layers = Layers(8)
     plain, least = ORTModule(layers, kernels="pytorch"), ORTModule(layers, kernels="pytorch", memory_budget_bytes=0.5)
     for rows in (256, 33):
-        found = [gradients(m, rows) for m in (plain, least)]
-        assert len(found[0]) == 32
-        assert all(map(torch.equal, *found))
+        grads = [gradients(m, rows) for m in (plain, least)]
+        assert len(grads[0]) == 32
+        assert all(map(torch.equal, *grads))
     assert with_residual(plain, "backward") == 0
     assert with_residual(least, "backward") > 0
 
@@ -349,11 +349,11 @@ def test_rows_without_padding_add_it_too(tmp_path: Path) -> None:
 
 @pytest.mark.compiler
 def test_one_call_of_the_kernel_drops_and_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(keyed_bits.LIBRARY, "functions", counting(keyed_bits.LIBRARY, found))
+    call_counts: Counter[str] = Counter()
+    monkeypatch.setattr(keyed_bits.LIBRARY, "functions", counting(keyed_bits.LIBRARY, call_counts))
     ours = ORTModule(Layers())
     gradients(ours, 9)
-    assert found == {"dropout_float": 6}
+    assert call_counts == {"dropout_float": 6}
     source = engine_of(ours).newest().unit.forward.source
     assert " + " not in source
     assert ".add" not in source
@@ -382,16 +382,16 @@ def test_the_gradient_of_a_norm_adds_that_of_the_residual(
     torch.manual_seed(0)
     module = RmsNorms().to(dtype)
     ours, exact = ORTModule(module), copy.deepcopy(module).double()
-    for known in SIZES:
-        x = torch.randn(known["b"], known["s"], 6).to(dtype)
+    for sizes in SIZES:
+        x = torch.randn(sizes["b"], sizes["s"], 6).to(dtype)
         dy = torch.randn_like(x)
-        found = []
+        triples = []
         for run, wide in ((ours, dtype), (module, dtype), (exact, torch.float64)):
             leaf = x.to(wide).requires_grad_()
-            found.append(torch.autograd.grad(run(leaf), [leaf, *run.parameters()], dy.to(wide)))
+            triples.append(torch.autograd.grad(run(leaf), [leaf, *run.parameters()], dy.to(wide)))
         names = ["dx", *(name for name, _ in module.named_parameters())]
-        for what, *gradients in zip(names, *found, strict=True):
-            assert_no_worse_than_eager(f"{what} at {known}", *gradients)
+        for label, *gradients in zip(names, *triples, strict=True):
+            assert_no_worse_than_eager(f"{label} at {sizes}", *gradients)
     nodes = engine_of(ours).newest().parts.backward.nodes
     assert [len(n.inputs) for n in nodes if n.op_type == "SimplifiedLayerNormalizationGrad"] == [5, 5]
     assert "fused an addition into 2 SimplifiedLayerNormalizationGrad" in str(ours.report())

@@ -18,7 +18,7 @@ from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.hoist_gathers import hoist_gathers
 from onnxtrain.plan.cut import single_part
-from tests.passes.less_work import CLASSES, WIDTH, check_equals_eager, forward_graph, made, refusals, shapes, wrap
+from tests.passes.less_work import CLASSES, WIDTH, applied_by, check_equals_eager, forward_graph, refusals, shapes, wrap
 from tests.passes.test_rewrites import closed, graph_of
 from tests.reference import assert_matches
 from tests.zoo.entry import Call, Draw, ragged_mask
@@ -78,7 +78,7 @@ def test_the_layer_runs_on_one_row(name: str, tmp_path: Path) -> None:
     model(torch.randn(3, 9, WIDTH)).sum().backward()
     graph = forward_graph(tmp_path)
     assert all(",1," in shape for shape in shapes(graph, "Linear")), shapes(graph, "Linear")
-    assert made(model, "hoist_gathers")
+    assert applied_by(model, "hoist_gathers")
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])
@@ -92,9 +92,9 @@ def test_a_classifier_computes_its_last_layer_for_one_token(family: str, tmp_pat
         for node in forward_graph(tmp_path)
         if node.op_type == "Linear" and "layer.1" in (node.inputs[1].name or "")
     ]
-    whole = {name.split("layer.1.")[1] for name, shape in last if ",1," not in shape}
+    for_all_tokens = {name.split("layer.1.")[1] for name, shape in last if ",1," not in shape}
     assert len(last) == 6
-    assert whole == {"attention.self.key.weight", "attention.self.value.weight"}
+    assert for_all_tokens == {"attention.self.key.weight", "attention.self.value.weight"}
 
 
 def _bert(kind: type[nn.Module], dropout: float = 0.0) -> nn.Module:
@@ -135,7 +135,7 @@ def test_the_last_token_of_each_sequence_is_picked_first(flat: bool, tmp_path: P
     model(*_with_last(Draw(0), 3, 9).args).sum().backward()
     of_products = shapes(forward_graph(tmp_path), "Linear")
     assert all(len(set(re.findall(r"s\d+", shape))) == 1 for shape in of_products), of_products
-    assert made(model, "hoist_gathers")
+    assert applied_by(model, "hoist_gathers")
 
 
 @pytest.mark.parametrize("batch_dims", [0, 1])
@@ -186,7 +186,9 @@ def test_a_decoders_classifier_equals_eager(tmp_path: Path) -> None:
     check_equals_eager(make, _sentences, ((3, 9), (2, 6)), loss=lambda y: y.loss)
     model = wrap(make(), tmp_path)
     model(**_sentences(Draw(1), 3, 9).kwargs).loss.backward()
-    assert any(int(text.split()[1]) >= 8 for text in made(model, "hoist_gathers")), made(model, "hoist_gathers")
+    assert any(int(text.split()[1]) >= 8 for text in applied_by(model, "hoist_gathers")), applied_by(
+        model, "hoist_gathers"
+    )
 
 
 def test_a_classifier_equals_eager() -> None:

@@ -39,8 +39,11 @@ def curve(seed: int, skip_padding: str) -> list[float]:
 @pytest.mark.slow
 def test_loss_curves_with_dropout_are_statistically_the_same() -> None:
     """Means over the last 50 of 200 steps: with padding and without differ by no more than runs of one kind do."""
-    ends = {how: [statistics.mean(curve(seed, how)[-50:]) for seed in range(RUNS)] for how in ("never", "always")}
-    starts = [curve(0, how)[0] for how in ends]
+    ends = {
+        skip_padding: [statistics.mean(curve(seed, skip_padding)[-50:]) for seed in range(RUNS)]
+        for skip_padding in ("never", "always")
+    }
+    starts = [curve(0, skip_padding)[0] for skip_padding in ends]
     assert abs(starts[0] - starts[1]) < 0.2
     spread = max(map(statistics.stdev, ends.values()))
     assert max(map(max, ends.values())) < 0.8 * starts[0], "nothing was learned: the test compares noise"

@@ -26,15 +26,15 @@ def outcome(**options: object) -> tuple[list[torch.Tensor], int, int, str]:
         loss.backward()
         return [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
 
-    found = [t.clone() for t in step()]
+    tensors = [t.clone() for t in step()]
     plan, _ = engine_of(model).newest().timeline()
-    return found, plan.kept, peak_of(step), str(model.report())
+    return tensors, plan.kept, peak_of(step), str(model.report())
 
 
 def test_no_bit_changes_and_less_is_held() -> None:
-    found, kept, peak, report = outcome(recompute="none")
+    tensors, kept, peak, report = outcome(recompute="none")
     expected, kept_before, peak_before, _ = outcome(recompute="none", disabled_passes=("pack_dropout_masks",))
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, tensors, expected))
     assert kept == kept_before - 2 * ROWS * 33 * 7 // 8
     assert peak < peak_before
     assert "saves 2 dropout masks as bits" in report

@@ -55,7 +55,7 @@ def t5() -> nn.Module:
 
 
 def bart() -> nn.Module:
-    size = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
+    size = {f"{part}_{setting}": n for part in ("encoder", "decoder") for setting, n in
             (("layers", 2), ("attention_heads", 2), ("ffn_dim", 32))}  # fmt: skip
     return transformers.BartForConditionalGeneration(
         transformers.BartConfig(

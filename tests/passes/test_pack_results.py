@@ -221,8 +221,8 @@ def test_a_checkpoint_around_the_module_reruns_the_same_program() -> None:
     outputs = [checkpoint(wrapped, words, mask, labels, use_reentrant=False) for _ in range(3)]
     for loss, _ in outputs:
         loss.backward()
-    for found in (outputs[0], wrapped(words, mask, labels)):
-        assert_matches(found, module, words, mask, labels)
+    for output in (outputs[0], wrapped(words, mask, labels)):
+        assert_matches(output, module, words, mask, labels)
 
 
 # Models of Hugging Face, as users call them
@@ -263,8 +263,8 @@ def test_models_need_no_option(make: Any) -> None:
         mask = (torch.arange(40) < torch.randint(5, 30, (16, 1))).long()  # 43 % are real
         words = torch.randint(3, vocabulary, mask.shape) * mask
         labels = words.masked_fill((torch.rand(mask.shape) < 0.7) | (mask == 0), IGNORED)
-        found, padding = step(wrapped, module, words, mask, labels)
-        assert_matches(found, lambda m, *batch: step(m, m, *batch)[0], module, words, mask, labels, together=True)
+        results, padding = step(wrapped, module, words, mask, labels)
+        assert_matches(results, lambda m, *batch: step(m, m, *batch)[0], module, words, mask, labels, together=True)
         assert bool(padding.any()) == (seed == 0)
     assert list(wrapped.report().variants) != []
 

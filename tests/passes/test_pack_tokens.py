@@ -50,8 +50,8 @@ def causal_mask(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def window_mask(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    place = torch.arange(x.size(1))
-    return bool_mask(x, mask) & ((place[:, None] - place).abs() < 3)
+    positions = torch.arange(x.size(1))
+    return bool_mask(x, mask) & ((positions[:, None] - positions).abs() < 3)
 
 
 def soft_mask(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -121,16 +121,16 @@ FORMS: dict[str, list[list[int]]] = {
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record for each batch whether it ran packed."""
-    found: list[bool] = []
+    packed: list[bool] = []
     kept_tokens = PackingCheck.kept_tokens
 
     def asked(self: PackingCheck, *arguments: Any) -> Any:
         kept = kept_tokens(self, *arguments)
-        found.append(kept is not None)
+        packed.append(kept is not None)
         return kept
 
     monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
-    return found
+    return packed
 
 
 def batch_of(form: list[list[int]], seed: int = 0, labels_on_padding: bool = False) -> tuple[torch.Tensor, ...]:
@@ -287,31 +287,31 @@ def test_what_can_never_be_packed_has_a_reason(head: str, reason: str, tmp_path:
 
 
 class Biased(Encoder):
-    """An encoder whose scores get a learned bias, of each pair of places or of one or two."""
+    """An encoder that adds a learned bias to its scores: per pair of positions, per column, or shared by heads."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, form: str) -> None:
         super().__init__(self._mask)
-        self.how = how
+        self.form = form
         self.table = nn.Parameter(torch.randn(1, 4, 8, 8))
 
     def _mask(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         steps = x.size(1)
         table = self.table[:, :, :steps, :steps]
-        if self.how == "chosen":  # as T5 does
+        if self.form == "chosen":  # as T5 does
             return torch.where(bool_mask(x, mask), table, torch.finfo(x.dtype).min)
-        if self.how == "of columns":
+        if self.form == "of columns":
             return self.table[0, 0, 0, :steps] + lowest_mask(x, mask)
-        if self.how == "shared by heads":
+        if self.form == "shared by heads":
             return lowest_mask(x, mask) + table[:, :1]
-        if self.how == "of the batch":
+        if self.form == "of the batch":
             return table * mask.sum(1)[:, None, None, None] + lowest_mask(x, mask)
         return table + lowest_mask(x, mask)
 
 
-@pytest.mark.parametrize("how", ["added", "chosen", "of columns", "shared by heads"])
-def test_a_table_of_biases_goes_with_the_tokens(how: str, decisions: list[bool]) -> None:
+@pytest.mark.parametrize("bias_form", ["added", "chosen", "of columns", "shared by heads"])
+def test_a_table_of_biases_goes_with_the_tokens(bias_form: str, decisions: list[bool]) -> None:
     torch.manual_seed(0)
-    module = Biased(how)
+    module = Biased(bias_form)
     wrapped = ORTModule(module, skip_padding="always")
     for form in ("right", "left", "inside", "none", "an empty row"):
         check(wrapped, module, *batch_of(FORMS[form]))
@@ -359,12 +359,12 @@ def test_dropout_is_drawn_again_from_the_same_seed_and_keeps_its_share(decisions
     module = Encoder(bool_mask, dropout=0.3)
     wrapped = ORTModule(module, skip_padding="always")
     batch = batch_of(FORMS["right"])
-    found = []
+    by_seed = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
-        found.append(results(wrapped, module, *batch))
-    assert all(map(torch.equal, found[0], found[1]))
-    assert not torch.equal(found[0][0], found[2][0])
+        by_seed.append(results(wrapped, module, *batch))
+    assert all(map(torch.equal, by_seed[0], by_seed[1]))
+    assert not torch.equal(by_seed[0][0], by_seed[2][0])
     ours = torch.stack([wrapped(*batch).detach() for _ in range(300)])
     eagers = torch.stack([module(*batch).detach() for _ in range(300)])
     spread = (ours.var() / 300 + eagers.var() / 300).sqrt()

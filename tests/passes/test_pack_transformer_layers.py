@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from onnxtrain import ORTModule
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.passes.less_work import CLASSES, WIDTH, WORDS, made, refusals, wrap
+from tests.passes.less_work import CLASSES, WIDTH, WORDS, applied_by, refusals, wrap
 from tests.passes.test_pack_tokens import FORMS, check
 from tests.passes.test_pack_without_mask import PADDING, batch_of, kept
 from tests.reference import assert_matches
@@ -155,8 +155,8 @@ def test_hidden_states_that_are_returned_are_zero_in_padding(batch_first: bool, 
     def hidden(run: nn.Module) -> torch.Tensor:
         return run(words, labels)[1].transpose(0, int(not batch_first)) * (words != PADDING)[..., None]
 
-    found = wrapped(words, labels)[1].transpose(0, int(not batch_first))
-    assert_matches(found, hidden, module)
+    states = wrapped(words, labels)[1].transpose(0, int(not batch_first))
+    assert_matches(states, hidden, module)
     assert kept == [12, 10, 12]
 
 
@@ -174,5 +174,5 @@ def test_what_reads_padding_is_named(batch_first: bool, kept: list[int | None], 
 def test_it_is_packed_because_axes_stay_apart(kept: list[int | None], tmp_path: Path) -> None:
     wrapped = wrap(Sentences(), tmp_path, skip_padding="always", disabled_passes=("cancel_axis_merges",))
     wrapped(*batch_of(FORMS["right"]))
-    assert not made(wrapped, "cancel_axis_merges")
+    assert not applied_by(wrapped, "cancel_axis_merges")
     assert not kept

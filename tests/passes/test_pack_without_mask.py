@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from onnxtrain import ORTModule
 from onnxtrain.execute.packing import PackingCheck
-from tests.passes.less_work import WIDTH, WORDS, made, refusals, wrap
+from tests.passes.less_work import WIDTH, WORDS, applied_by, refusals, wrap
 from tests.passes.test_pack_tokens import FORMS, IGNORED, check
 
 PADDING = 0
@@ -102,16 +102,16 @@ class Tokens(nn.Module):
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Record the number of tokens that each batch ran with; None if it was not packed."""
-    found: list[int | None] = []
+    counts: list[int | None] = []
     kept_tokens = PackingCheck.kept_tokens
 
     def asked(self: PackingCheck, *arguments: Any) -> Any:
         answer = kept_tokens(self, *arguments)
-        found.append(None if answer is None else answer.rows.numel())
+        counts.append(None if answer is None else answer.rows.numel())
         return answer
 
     monkeypatch.setattr(PackingCheck, "kept_tokens", asked)
-    return found
+    return counts
 
 
 def batch_of(form: list[list[int]], seed: int = 0, share: float = 0.5, on_padding: bool = False) -> list[torch.Tensor]:
@@ -281,6 +281,6 @@ def test_rows_that_were_picked_already_are_no_padding(
     """Where no token learns of another, those that are read are picked where words are looked up."""
     wrapped = wrap(Tokens("nothing", head), tmp_path, skip_padding="always")
     wrapped(*batch_of(FORMS["right"]))
-    assert made(wrapped, by)
+    assert applied_by(wrapped, by)
     assert not kept
     assert not refusals(wrapped, "pack_tokens")

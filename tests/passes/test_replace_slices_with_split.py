@@ -14,7 +14,7 @@ from torch import nn
 from onnxtrain.onnx_file import without_case_suffix
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.replace_slices_with_split import replace_slices_with_split
-from tests.passes.less_work import WIDTH, check_equals_eager, made, refusals, wrap
+from tests.passes.less_work import WIDTH, applied_by, check_equals_eager, refusals, wrap
 from tests.passes.test_rewrites import closed, graph_of, kinds, rows
 from tests.zoo.entry import Draw
 
@@ -60,20 +60,20 @@ def test_slices_that_cover_an_axis_become_one_split(cut: Any, tmp_path: Path) ->
         check_equals_eager(lambda: Cut(cut), rows, sizes)
     model = wrap(Cut(cut), tmp_path)
     model(*rows(Draw(0), 3, 9).args).sum().backward()
-    found = kinds(tmp_path)
-    assert len(made(model, "replace_slices_with_split")) == 1
-    assert found["Split"] == 1
-    assert not found["Slice"] + found["Gather"]
+    op_counts = kinds(tmp_path)
+    assert len(applied_by(model, "replace_slices_with_split")) == 1
+    assert op_counts["Split"] == 1
+    assert not op_counts["Slice"] + op_counts["Gather"]
 
 
 def test_the_gradient_is_one_concat(tmp_path: Path) -> None:
     for disabled in (None, "replace_slices_with_split"):
         model = wrap(Cut(by_slices), tmp_path, disabled_passes=disabled)
         model(*rows(Draw(0), 3, 9).args).sum().backward()
-        found = Counter(
+        op_counts = Counter(
             without_case_suffix(node.op_type) for node in ir.load(tmp_path / "m_optimized_training.onnx").graph
         )
-        assert found["SliceGrad"] == (3 if disabled else 0)
+        assert op_counts["SliceGrad"] == (3 if disabled else 0)
 
 
 def overlapping(y: torch.Tensor) -> Any:
@@ -107,12 +107,12 @@ def test_slices_that_the_module_gives_out_stay(tmp_path: Path) -> None:
     model = wrap(Views(WIDTH, 4), tmp_path)
     first, second = model(*rows(Draw(0), 3, 9).args)
     (first.sum() + second.sum()).backward()
-    assert not made(model, "replace_slices_with_split")
+    assert not applied_by(model, "replace_slices_with_split")
 
 
 def test_a_slice_of_what_is_cut_stays_beside_the_split() -> None:
     op, x = graph_of(("b", 4))
-    parts = [op.Slice(x, *(op.sizes([n]) for n in how), op.sizes([1])) for how in ((0, 2), (2, 4), (1, 3))]
+    parts = [op.Slice(x, *(op.sizes([n]) for n in bounds), op.sizes([1])) for bounds in ((0, 2), (2, 4), (1, 3))]
     graph = closed(op, op.Add(op.Add(parts[0], parts[1]), parts[2]))
     changes = Changes("replace_slices_with_split")
     replace_slices_with_split(graph, changes)

@@ -20,7 +20,7 @@ from onnxtrain.passes.cancel_casts import cancel_casts
 from onnxtrain.passes.cancel_transposes import cancel_transposes
 from onnxtrain.passes.changes import Changes
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.passes.less_work import WIDTH, check_equals_eager, forward_graph, made, refusals, wrap
+from tests.passes.less_work import WIDTH, applied_by, check_equals_eager, forward_graph, refusals, wrap
 from tests.zoo.entry import Call, Draw
 
 
@@ -63,11 +63,11 @@ def test_convolutions_of_rows_are_products(options: dict[str, Any], tmp_path: Pa
     check_equals_eager(lambda: Adapted(**options), rows)
     model = wrap(Adapted(**options), tmp_path)
     model(*rows(Draw(0), 3, 9).args).sum().backward()
-    found = kinds(tmp_path)
-    assert not found["Conv"]
-    assert found["Linear"] == 2 + options.get("groups", 2), "one for each group"
-    assert not found["Transpose"], "the transposes around the convolutions are left"
-    assert len(made(model, "convert_pointwise_convolutions")) == 2
+    op_counts = kinds(tmp_path)
+    assert not op_counts["Conv"]
+    assert op_counts["Linear"] == 2 + options.get("groups", 2), "one for each group"
+    assert not op_counts["Transpose"], "the transposes around the convolutions are left"
+    assert len(applied_by(model, "convert_pointwise_convolutions")) == 2
 
 
 @pytest.mark.parametrize(
@@ -277,14 +277,14 @@ def test_under_autocast_the_result_is_bit_for_bit_the_same() -> None:
 
     module, x = Moves(), torch.randn(3, 4, 8)
     model = ORTModule(module, rng="torch")
-    found = []
+    results = []
     for run in (model, module):
         module.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             y = run(x)
         y.float().square().sum().backward()
-        found.append([y.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)])
-    assert len(made(model, "cancel_casts")) == 2, "two casts cancel, and the narrow type is joined"
-    assert torch.equal(found[0][0], found[1][0])
-    for got, eager in zip(*found, strict=True):
+        results.append([y.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)])
+    assert len(applied_by(model, "cancel_casts")) == 2, "two casts cancel, and the narrow type is joined"
+    assert torch.equal(results[0][0], results[1][0])
+    for got, eager in zip(*results, strict=True):
         assert_no_worse_than_eager("gradient", got.bfloat16(), eager.bfloat16(), eager.double(), 1.0)

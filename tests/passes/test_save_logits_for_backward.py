@@ -21,8 +21,8 @@ def run_pass(scores_type: ir.DataType, *, reads: int, **attributes: int) -> tupl
     set_type(scores, TensorType(scores_type, ("n", 7)))
     set_type(labels, TensorType(INT64, ("n",)))
     op = builder(ir.Graph([scores, labels], [], nodes=[], opset_imports={"": OPSET}, name="g"))
-    found = op.ms.SoftmaxCrossEntropyLossInternal(scores, labels, **attributes)
-    op.graph.outputs.extend(found[:reads])
+    results = op.ms.SoftmaxCrossEntropyLossInternal(scores, labels, **attributes)
+    op.graph.outputs.extend(results[:reads])
     changes = Changes("save_logits_for_backward")
     save_logits_for_backward(op.graph, changes)
     return [node.op_type for node in op.graph], changes
@@ -69,9 +69,9 @@ def test_gradients_of_loss_and_scores(dtype: torch.dtype, rng: str) -> None:
     def gradients(run: torch.nn.Module, kind: torch.dtype, x: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         loss, scores = run(x.to(kind), labels)
         (3 * loss + scores.square().mean()).backward()
-        found = [loss.detach(), *(p.grad for p in run.parameters() if p.grad is not None)]
+        results = [loss.detach(), *(p.grad for p in run.parameters() if p.grad is not None)]
         run.zero_grad()
-        return found
+        return results
 
     for rows in (5, 1, 64):
         x, labels = torch.randn(rows, 9, dtype=dtype), torch.randint(0, 37, (rows,))

@@ -20,9 +20,9 @@ from tests.passes.less_work import (
     CLASSES,
     WIDTH,
     WORDS,
+    applied_by,
     check_equals_eager,
     forward_graph,
-    made,
     refusals,
     shapes,
     wrap,
@@ -113,7 +113,7 @@ def test_loss_and_gradients_equal_eager_on_labelled_rows(options: dict[str, Any]
     check_equals_eager(lambda: Words(**options), call)
     model = wrap(Words(**options), tmp_path)
     model(*call(Draw(0), 3, 9).args).backward()
-    assert made(model, "skip_ignored_labels")
+    assert applied_by(model, "skip_ignored_labels")
     linear = shapes(forward_graph(tmp_path), "Linear")
     assert len(linear) == 2
     assert all(shape.startswith("[1,count_") for shape in linear), linear
@@ -245,7 +245,7 @@ def test_what_is_refused_equals_eager_and_has_a_reason(options: dict[str, Any], 
     model = wrap(Words(**options), tmp_path)
     loss(model(*labelled(Draw(0), 3, 9).args)).backward()
     assert any(reason in text for text in refusals(model, "skip_ignored_labels"))
-    assert not made(model, "skip_ignored_labels")
+    assert not applied_by(model, "skip_ignored_labels")
 
 
 def test_a_loss_over_samples_is_left_alone(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_loss_over_samples_is_left_alone(tmp_path: Path) -> None:
     model = wrap(Samples(), tmp_path)
     model(torch.randn(4, WIDTH), torch.tensor([1, 0, IGNORED, 2])).backward()
     assert any("not the tokens of sequences" in text for text in refusals(model, "skip_ignored_labels"))
-    assert not made(model, "skip_ignored_labels")
+    assert not applied_by(model, "skip_ignored_labels")
 
 
 # keep_outputs
@@ -273,7 +273,7 @@ def test_outputs_that_are_left_out_raise_and_name_the_option(tmp_path: Path) -> 
     output = model(**call.kwargs)
     output.loss.backward()
     assert type(output) is type(model.module(**call.kwargs))
-    assert made(model, "skip_ignored_labels")
+    assert applied_by(model, "skip_ignored_labels")
     uses = (
         lambda logits: logits.shape, lambda logits: logits[0], lambda logits: logits + 1, torch.argmax, len, list,
         lambda logits: torch.ones(2) * logits, bool,

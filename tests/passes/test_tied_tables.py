@@ -69,9 +69,9 @@ def test_gradients_are_eagers(options: dict[str, Any], dtype: torch.dtype) -> No
     for batch, length in ((3, 5), (1, 1), (0, 5), (2, 40)):
         words = tuple(torch.randint(0, WORDS, (batch, length)) for _ in range(2))
         dy = torch.randn(batch, length, WORDS).to(dtype)
-        found = gradients(ours, words, dy), gradients(eager, words, dy), gradients(exact, words, dy.double())
-        largest = max(g.abs().max().item() for g in found[2])
-        for name, *three in zip(dict(eager.named_parameters()), *found, strict=True):
+        by_module = gradients(ours, words, dy), gradients(eager, words, dy), gradients(exact, words, dy.double())
+        largest = max(g.abs().max().item() for g in by_module[2])
+        for name, *three in zip(dict(eager.named_parameters()), *by_module, strict=True):
             assert_no_worse_than_eager(f"{name} of {batch} x {length}", *three, largest=largest)
     assert adds(ours) == [True, True]
 
