@@ -66,16 +66,16 @@ def run(**options: Any) -> tuple[list[str], list[torch.Tensor]]:
     """Return the values recomputed at the first sizes, and outputs and gradients at all sizes."""
     torch.manual_seed(0)
     model = ORTModule(Gated(), rng="torch", **options)
-    found: list[torch.Tensor] = []
-    again: list[str] = []
+    tensors: list[torch.Tensor] = []
+    recomputed_ops: list[str] = []
     for rows in (64, 1, 0, 33):
         x = torch.randn(rows, 8)
         output = model(x)
         x.zero_()  # forward kept no input that backward computes from
         output.square().sum().backward()
-        found += [output.detach()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        again = again or recomputed(model)
-    return again, found
+        tensors += [output.detach()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        recomputed_ops = recomputed_ops or recomputed(model)
+    return recomputed_ops, tensors
 
 
 def recomputed(model: ORTModule) -> list[str]:
@@ -84,10 +84,10 @@ def recomputed(model: ORTModule) -> list[str]:
 
 
 def test_no_bit_changes_and_no_input_is_kept() -> None:
-    again, found = run()
+    recomputed_ops, tensors = run()
     nothing, expected = run(recompute="none")
-    assert all(map(torch.equal, found, expected))
-    assert again == ["GatedActivation"]  # no Tanh: it is of the input alone, which the user may change
+    assert all(map(torch.equal, tensors, expected))
+    assert recomputed_ops == ["GatedActivation"]  # no Tanh: it is of the input alone, which the user may change
     assert not nothing
 
 

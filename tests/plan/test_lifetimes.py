@@ -15,16 +15,16 @@ from onnxtrain.ops import builder
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.lifetimes import Allocation, Kind, Timeline
 from onnxtrain.plan.storage import Storages, bind_symbols
-from tests.plan.measured import Batch, ConvNet, made, peak_of, step
+from tests.plan.measured import Batch, ConvNet, model_and_batches, peak_of, step
 from tests.thinned import slow_except
 
 SIZES = ((8, 16), (3, 33), (16, 24))
 
 
-def predicted(model: ORTModule, known: dict[str, int]) -> Timeline:
+def predicted(model: ORTModule, sizes: dict[str, int]) -> Timeline:
     """The plan's memory at these sizes."""
-    found: Timeline = engine_of(model).newest().timeline(known)[0]
-    return found
+    timeline: Timeline = engine_of(model).newest().timeline(sizes)[0]
+    return timeline
 
 
 class LossOnly(torch.nn.Module):
@@ -46,23 +46,23 @@ class Features(torch.nn.Module):
         self.layers = module.features
 
     def forward(self, pictures: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = self.layers(pictures)
-        return {"loss": found.flatten(1).softmax(1).square().sum() + 0 * labels.sum(), "found": found}
+        features = self.layers(pictures)
+        return {"loss": features.flatten(1).softmax(1).square().sum() + 0 * labels.sum(), "features": features}
 
 
 @pytest.mark.parametrize("name", slow_except(["minilm", "gpt2", "t5", "cnn"], "gpt2", "cnn"))
 def test_the_peak_is_predicted(name: str) -> None:
-    assert_predicted(*made(name))
+    assert_predicted(*model_and_batches(name))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in ("minilm", "gpt2", "t5")] + ["cnn"])
 def test_the_peak_without_logits_is_predicted(name: str) -> None:
-    module, make = made(name)
+    module, make = model_and_batches(name)
     assert_predicted(LossOnly(module), make)
 
 
 def test_the_peak_of_pictures_that_are_put_in_order_is_predicted() -> None:
-    module, make = made("cnn")
+    module, make = model_and_batches("cnn")
     assert isinstance(module, ConvNet)
     assert_predicted(Features(module), make)
 
@@ -90,10 +90,10 @@ def assert_predicted(module: torch.nn.Module, make: Callable[[int, int], Batch],
     for size in SIZES:
         batch = make(*size)
         step(model, batch)
-        known = sizes_of(model, batch)
+        sizes = sizes_of(model, batch)
         measured = peak_of(lambda batch=batch: step(model, batch))  # type: ignore[misc]
-        found = predicted(model, known).peak
-        assert abs(found - measured) <= 0.05 * measured, f"{size}: {found} bytes predicted, {measured} measured"
+        planned = predicted(model, sizes).peak
+        assert abs(planned - measured) <= 0.05 * measured, f"{size}: {planned} bytes predicted, {measured} measured"
 
 
 def sizes_of(model: ORTModule, batch: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -142,7 +142,7 @@ def test_sizes_that_are_no_plain_symbol() -> None:
 
 
 def test_what_is_held_and_for_what() -> None:
-    module, make = made("minilm")
+    module, make = model_and_batches("minilm")
     model = ORTModule(module, rng="torch")
     batch = make(4, 8)
     step(model, batch)

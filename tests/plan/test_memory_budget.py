@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import MemoryBudgetError, OptionError
-from tests.plan.measured import made, peak_of, step
+from tests.plan.measured import model_and_batches, peak_of, step
 from tests.reference import assert_matches
 from tests.thinned import slow_except
 from tests.zoo.checks import Side, leaves
@@ -71,8 +71,8 @@ def gradients(run: Callable[..., Any], module: nn.Module, batch: dict[str, torch
     module.zero_grad()
     batch = {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in batch.items()}
     loss = step(run, batch)["loss"].detach()
-    found = [loss, *(p.grad for p in module.parameters()), *(t.grad for t in batch.values() if t.requires_grad)]
-    return [t.clone() for t in found if t is not None]
+    tensors = [loss, *(p.grad for p in module.parameters()), *(t.grad for t in batch.values() if t.requires_grad)]
+    return [t.clone() for t in tensors if t is not None]
 
 
 def eager_gradients(module: nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -130,8 +130,8 @@ def test_the_least_budget_of_the_error_can_be_met() -> None:
 def wide_with(module: type[nn.Module] = Stack, **options: Any) -> tuple[Any, ORTModule]:
     """Gradients that outweigh activations."""
     torch.manual_seed(3)
-    made = module(blocks=6, width=64)
-    return made, ORTModule(made, rng="torch", **options)
+    stack = module(blocks=6, width=64)
+    return stack, ORTModule(stack, rng="torch", **options)
 
 
 WIDE = {"x": torch.randn(128, 64, generator=torch.Generator().manual_seed(0))}
@@ -141,9 +141,9 @@ def least_budget(model: ORTModule, batch: dict[str, torch.Tensor]) -> int:
     """Return the smallest budget that the error of an impossible budget gives."""
     with pytest.raises(MemoryBudgetError) as caught:
         step(model, batch)
-    found = re.search(r"(\d+) bytes or more", str(caught.value))
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"(\d+) bytes or more", str(caught.value))
+    assert match is not None
+    return int(match[1])
 
 
 def test_where_nothing_else_fits_gradients_are_handed_over_early() -> None:
@@ -229,7 +229,7 @@ def test_some_gradients_only_and_several_results() -> None:
             h = self.blocks[0](x)
             return {"loss": self.blocks[1](h).mean(), "other": self.blocks[2](h).sum()}
 
-    found = []
+    by_budget = []
     for share in (None, 0.7):
         torch.manual_seed(3)
         module = Two()
@@ -243,8 +243,8 @@ def test_some_gradients_only_and_several_results() -> None:
             into += [p.grad for p in module.parameters()]
         torch.manual_seed(1)
         (alone,) = torch.autograd.grad(model(BATCH["x"])["loss"], [module.blocks[0].first.weight])
-        found.append([t for t in (*both, *one, alone) if t is not None])
-    assert_same(*found)
+        by_budget.append([t for t in (*both, *one, alone) if t is not None])
+    assert_same(*by_budget)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -271,8 +271,8 @@ def test_steps_in_flight_do_not_share_memory() -> None:
     """
     module, model = stack_with(memory_budget_bytes=0.6)
     alone = [gradients(model, module, {"x": BATCH["x"] * i}) for i in (1, 2)]
-    for factor, found in zip((1, 2), alone, strict=True):  # a plan that is wrong may be so each time
-        assert_matches(found, eager_gradients, module, {"x": BATCH["x"] * factor})
+    for factor, results in zip((1, 2), alone, strict=True):  # a plan that is wrong may be so each time
+        assert_matches(results, eager_gradients, module, {"x": BATCH["x"] * factor})
     module.zero_grad()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -310,19 +310,19 @@ class ReadLater(nn.Module):
 def test_what_is_read_a_step_later_is_not_written_over() -> None:
     torch.manual_seed(3)
     module = ReadLater()
-    found = gradients(ORTModule(module, rng="torch"), module, BATCH)
-    assert_matches(found, eager_gradients, module, BATCH)
+    results = gradients(ORTModule(module, rng="torch"), module, BATCH)
+    assert_matches(results, eager_gradients, module, BATCH)
 
 
 def test_twice_the_batch_fits_in_what_eager_needs_for_one() -> None:
     """With the bytes that eager holds for one batch as the budget, counted by the allocator's events."""
-    module, make = made("minilm")
+    module, make = model_and_batches("minilm")
     eager = peak_of(lambda: step(module, make(8, 48)))
     batch = make(16, 48)
     model = ORTModule(module, rng="torch", memory_budget_bytes=eager)
-    found = gradients(model, module, batch)
+    results = gradients(model, module, batch)
     assert peak_of(lambda: step(model, batch)) <= 1.02 * eager
-    assert_matches(found, eager_gradients, module, batch, together=True)
+    assert_matches(results, eager_gradients, module, batch, together=True)
 
 
 # The zoo
@@ -331,12 +331,12 @@ def test_twice_the_batch_fits_in_what_eager_needs_for_one() -> None:
 def result_of(entry: ZooModel, share: float | None) -> list[Result]:
     """All gradients, outputs and buffers at all sizes."""
     side = Side(entry, torch.float32, lambda module: ORTModule(module, rng="torch", memory_budget_bytes=share))
-    found = []
+    results = []
     for size in entry.sizes:
         result = side.train(*size)
         kept = {name: None if t is None else t.clone() for name, t in result.gradients.items()}
-        found.append((kept | result.buffers, list(leaves(result.output))))
-    return found
+        results.append((kept | result.buffers, list(leaves(result.output))))
+    return results
 
 
 @functools.lru_cache(maxsize=1)  # the shares of a model follow one another
@@ -378,7 +378,7 @@ def test_the_zoo(entry: ZooModel, share: float) -> None:
 
 def test_models_of_several_layers() -> None:
     """A transformer, with dropout in its attention, at half its peak."""
-    module, make = made("minilm")
+    module, make = model_and_batches("minilm")
     batch = make(16, 48)
     plain = ORTModule(module, rng="torch", recompute="none")
     expected = gradients(plain, plain.module, batch)

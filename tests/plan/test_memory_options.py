@@ -75,8 +75,8 @@ def module() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def plain(module: nn.Module) -> tuple[int, list[torch.Tensor]]:
-    model, found = train(module, recompute="none")
-    return kept_bytes(model), found
+    model, tensors = train(module, recompute="none")
+    return kept_bytes(model), tensors
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def plain(module: nn.Module) -> tuple[int, list[torch.Tensor]]:
 def test_less_is_kept_and_no_bit_changes(
     options: dict[str, Any], module: nn.Module, plain: tuple[int, list[torch.Tensor]]
 ) -> None:
-    model, found = train(module, **options)
-    assert all(map(torch.equal, found, plain[1]))
-    assert len(found) == len(plain[1])
+    model, tensors = train(module, **options)
+    assert all(map(torch.equal, tensors, plain[1]))
+    assert len(tensors) == len(plain[1])
     assert any(stage.applied for stage in model.report().stages if stage.name == "plan")
     assert kept_bytes(model) < plain[0]
 
@@ -190,7 +190,7 @@ def test_a_count_and_a_kind_decide_how_many(module: nn.Module) -> None:
 
 
 def test_subgraphs_with_gemms_are_listed_last_and_recomputed_only_by_name(module: nn.Module) -> None:
-    model, found = train(module, recompute="Gelu+:1:-1")
+    model, tensors = train(module, recompute="Gelu+:1:-1")
     rows = model.report().subgraphs
     with_gemm = ["Linear" in row.pattern for row in rows]
     assert with_gemm == sorted(with_gemm)
@@ -199,7 +199,7 @@ def test_subgraphs_with_gemms_are_listed_last_and_recomputed_only_by_name(module
     (named, *_) = (row for row, has_gemm in zip(rows, with_gemm, strict=True) if has_gemm)
     model, by_name = train(module, recompute=named.config)
     assert [row.recomputed for row in model.report().subgraphs if row.pattern == named.pattern] == [named.frequency]
-    assert all(map(torch.equal, found, by_name))
+    assert all(map(torch.equal, tensors, by_name))
 
 
 def test_the_summary_is_logged(module: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
