@@ -97,7 +97,7 @@ def test_the_ratio_is_taken_round_by_round() -> None:
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The order of the variants' steps; each step of a fake variant takes a second."""
-    found: list[str] = []
+    steps: list[str] = []
 
     class Fake:
         prepare_s = 0.5
@@ -107,30 +107,30 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             self.variant = variant
 
         def step(self, batch: Batch) -> float:
-            found.append(self.variant)
+            steps.append(self.variant)
             return 1.0
 
     monkeypatch.setattr(steady_state, "Stepper", Fake)
-    return found
+    return steps
 
 
 def test_the_first_variant_changes_with_every_round(order: list[str]) -> None:
     cold = dataclasses.replace(MLP, cold=True)
-    found = steady_state.measure(cold, (EAGER, ONNXTRAIN), 3, lambda _: None)
+    result = steady_state.measure(cold, (EAGER, ONNXTRAIN), 3, lambda _: None)
     assert order[:6] == [EAGER, ONNXTRAIN, ONNXTRAIN, EAGER, EAGER, ONNXTRAIN]
-    assert found["variants"][1]["rounds_s"] == [1.5, 1.0, 1.0], "preparation is part of a cold first step"
-    assert found["items"] == 3 * 16
+    assert result["variants"][1]["rounds_s"] == [1.5, 1.0, 1.0], "preparation is part of a cold first step"
+    assert result["items"] == 3 * 16
 
 
 def test_rounds_end_when_they_take_long(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     cold = dataclasses.replace(MLP, cold=True)
     monkeypatch.setattr(steady_state, "_MAX_ROUNDS_S", 0.0)
-    found = steady_state.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
-    assert len(found["variants"][0]["rounds_s"]) == 3
-    assert found["items"] == 3 * 16
+    result = steady_state.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
+    assert len(result["variants"][0]["rounds_s"]) == 3
+    assert result["items"] == 3 * 16
     monkeypatch.setattr(steady_state, "make_batches", lambda _: make_batches(MLP) * 9)
-    found = steady_state.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
-    assert len(found["variants"][0]["rounds_s"]) == 9, "each batch has its round"
+    result = steady_state.measure(cold, (EAGER, ONNXTRAIN), 9, lambda _: None)
+    assert len(result["variants"][0]["rounds_s"]) == 9, "each batch has its round"
 
 
 @pytest.mark.parametrize("variant", [ONEDNN, ONNXTRAIN])
@@ -143,9 +143,9 @@ def test_variants_take_the_same_step(variant: str) -> None:
             stepper.step(batch)
         return torch.tensor(stepper.losses, dtype=next(model.parameters()).dtype)
 
-    found = losses(model, batch, variant)
-    assert_matches(found, losses, model, batch)
-    assert found[-1] < found[0], "the optimizer took no step"
+    computed = losses(model, batch, variant)
+    assert_matches(computed, losses, model, batch)
+    assert computed[-1] < computed[0], "the optimizer took no step"
 
 
 def test_onednn_runs_each_linear_under_autocast_too() -> None:
@@ -235,9 +235,9 @@ def test_steps_during_a_compilation_are_distinguished_from_those_alone(monkeypat
     monkeypatch.setattr(Stepper, "step", lambda self, batch: (steps.append(held[0]), step(self, batch))[1])
     monkeypatch.setattr(background_compilation, "compilers_stopped", stopped)
     monkeypatch.setattr(background_compilation, "is_compiling", lambda: next(compiling, False))
-    found = background_compilation.measure(MLP, lambda _: None)
-    assert [len(turn) for turn in found["during_s"]] == [12] * 3
-    assert [len(turn) for turn in found["alone_s"]] == [4] * 3
+    result = background_compilation.measure(MLP, lambda _: None)
+    assert [len(turn) for turn in result["during_s"]] == [12] * 3
+    assert [len(turn) for turn in result["alone_s"]] == [4] * 3
     assert steps == [False, *([False] * 12 + [True] * 4) * 5]
 
 
@@ -259,8 +259,8 @@ def _becomes_true(condition: Callable[[], bool]) -> bool:
 
 def test_compilers_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_compilation, "is_compiling", lambda: True)
-    found = background_compilation.measure(MLP, lambda _: None, most_s=0.1)
-    assert len(found["during_s"]) == len(found["alone_s"]) >= 1
+    result = background_compilation.measure(MLP, lambda _: None, most_s=0.1)
+    assert len(result["during_s"]) == len(result["alone_s"]) >= 1
 
 
 def test_a_process_that_fails_says_why() -> None:
@@ -342,11 +342,11 @@ def test_op_times_of_both_variants_are_side_by_side() -> None:
     eager = (*(OpTime(f"aten::op{i}", 2.0, i) for i in range(10)), OpTime(REST, 0.0, 0))
     measured = made_up()
     op_times = {ONNXTRAIN: ours, EAGER: eager, ONEDNN: ()}
-    known = tuple(dataclasses.replace(t, op_times=op_times[t.variant]) for t in measured.variants)
-    found = tables.op_time_rows(dataclasses.replace(measured, variants=known))
-    assert found is not None
-    assert found.rows[0] == ("Linear × 2", "6.0 ms", "60%", "aten::op0 × 0", "2.0 ms", "10%")
-    assert [row[3:] for row in found.rows[-2:]] == [("other ops", "4.0 ms", "20%"), (REST, "0.0 µs", "0%")]
+    with_op_times = tuple(dataclasses.replace(t, op_times=op_times[t.variant]) for t in measured.variants)
+    table = tables.op_time_rows(dataclasses.replace(measured, variants=with_op_times))
+    assert table is not None
+    assert table.rows[0] == ("Linear × 2", "6.0 ms", "60%", "aten::op0 × 0", "2.0 ms", "10%")
+    assert [row[3:] for row in table.rows[-2:]] == [("other ops", "4.0 ms", "20%"), (REST, "0.0 µs", "0%")]
     assert tables.op_time_rows(measured) is None
 
 

@@ -174,11 +174,11 @@ def test_a_batch_larger_than_the_corpus_is_refused() -> None:
 
 
 def variants(*names: str) -> list[Variant]:
-    made = []
+    result = []
     for name in names:
         torch.manual_seed(0)
-        made.append(Variant(name, Tiny(), QUICK, steps=6))
-    return made
+        result.append(Variant(name, Tiny(), QUICK, steps=6))
+    return result
 
 
 def test_variants_draw_the_same_masks_and_take_turns_in_going_first() -> None:

@@ -12,8 +12,8 @@ PASSES = "tests/package/test_cache_folder.py::test_default"
 
 
 def environment(name: str) -> matrix.Environment:
-    (found,) = (e for e in matrix.ENVIRONMENTS if e.name == name)
-    return found
+    (match,) = (e for e in matrix.ENVIRONMENTS if e.name == name)
+    return match
 
 
 @pytest.mark.slow
