@@ -46,15 +46,15 @@ def strict(module: torch.nn.Module) -> ORTModule:
 
 def exactly(module: torch.nn.Module) -> torch.nn.Module:
     """The module in float64, its 4-bit weights dequantized."""
-    found = copy.deepcopy(module)
-    for name, layer in list(found.named_modules()):
+    dense_module = copy.deepcopy(module)
+    for name, layer in list(dense_module.named_modules()):
         if isinstance(layer, bitsandbytes.nn.Linear4bit):
             weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
             dense = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
             dense.weight = torch.nn.Parameter(weight, requires_grad=False)
             dense.bias = layer.bias
-            found.set_submodule(name, dense)
-    return found.double()
+            dense_module.set_submodule(name, dense)
+    return dense_module.double()
 
 
 def step(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
@@ -67,8 +67,8 @@ def step(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
 
 
 def same_step(ours: torch.nn.Module, eager: Adapted, x: torch.Tensor) -> None:
-    found = zip(step(ours, x), step(eager, x), step(exactly(eager), x.double()), strict=True)
-    for index, (mine, theirs, exact) in enumerate(found):
+    triples = zip(step(ours, x), step(eager, x), step(exactly(eager), x.double()), strict=True)
+    for index, (mine, theirs, exact) in enumerate(triples):
         assert mine is not None
         assert theirs is not None
         assert exact is not None
@@ -151,8 +151,10 @@ def test_second_order_runs_in_pytorch() -> None:
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     with pytest.warns(UserWarning, match="create_graph"):
-        found = second(strict(module))
-    assert_no_worse_than_eager("second gradient", found, second(module), second(exactly(module), torch.float64))
+        second_gradient = second(strict(module))
+    assert_no_worse_than_eager(
+        "second gradient", second_gradient, second(module), second(exactly(module), torch.float64)
+    )
 
 
 # What is missing
@@ -215,20 +217,22 @@ def llama(checkpoint: Path) -> torch.nn.Module:
     """Loaded in 4 bits, double-quantized, with LoRA on every layer: as the documentation of PEFT does it."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     torch.manual_seed(1)
-    how = transformers.BitsAndBytesConfig(
+    quantization = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )
-    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint, quantization_config=how, device_map="cpu")
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        checkpoint, quantization_config=quantization, device_map="cpu"
+    )
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     adapters = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    found: torch.nn.Module = peft.get_peft_model(model, adapters)
-    for name, parameter in found.named_parameters():
+    adapted_model: torch.nn.Module = peft.get_peft_model(model, adapters)
+    for name, parameter in adapted_model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)  # zeros would give the other half no gradient
-    return found
+    return adapted_model
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -241,14 +245,14 @@ def batch() -> dict[str, torch.Tensor]:
 
 def losses(module: torch.nn.Module, steps: int = 5) -> torch.Tensor:
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
-    found = []
+    values = []
     for _ in range(steps):
         loss = module(**batch()).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.detach())
-    return torch.stack(found)
+        values.append(loss.detach())
+    return torch.stack(values)
 
 
 def peak_bytes(step: Callable[[], None]) -> int:

@@ -26,11 +26,11 @@ STEPS, LENGTH, COUNT = 10, 16, 64
 
 def texts(seed: int = 0) -> list[dict[str, torch.Tensor]]:
     """Pieces of Python's help, as bytes; the label says whether a piece has a capital letter."""
-    whole = "".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    text = "".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     rows = []
     for number in range(COUNT):
         start = (number * 997 + seed * 31) % 50_000
-        piece = whole[start : start + LENGTH]
+        piece = text[start : start + LENGTH]
         tokens = torch.tensor([min(ord(c), 127) for c in piece])
         rows.append({"input_ids": tokens, "labels": torch.tensor(int(piece != piece.lower()))})
     return rows
@@ -118,8 +118,8 @@ def trained(model: nn.Module, name: str, folder: Path, resume: bool = False, **m
         model=model, args=arguments, train_dataset=rows_for(name), eval_dataset=rows_for(name, seed=1)[:8]
     )
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5") if resume else None)
-    found = [log[key] for log in trainer.state.log_history for key in ("loss", "eval_loss") if key in log]
-    return [float(value) for value in found]
+    losses = [log[key] for log in trainer.state.log_history for key in ("loss", "eval_loss") if key in log]
+    return [float(value) for value in losses]
 
 
 @every_model
@@ -234,19 +234,21 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-@pytest.mark.parametrize("how", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
-def test_generate_through_an_ortmodule(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("generation_options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
+def test_generate_through_an_ortmodule(generation_options: dict[str, Any]) -> None:
     model = gpt2()
     tokens = torch.randint(2, 50, (2, 5))
     ours = ORTModule(model)
     ours(tokens, labels=tokens).loss.backward()
-    found = []
+    sequences = []
     for each in (model, ours):
         torch.manual_seed(1)
         each.eval()
         mask = torch.ones_like(tokens)
-        found.append(each.generate(tokens, attention_mask=mask, max_new_tokens=6, pad_token_id=1, **how))
-    assert torch.equal(*found)
+        sequences.append(
+            each.generate(tokens, attention_mask=mask, max_new_tokens=6, pad_token_id=1, **generation_options)
+        )
+    assert torch.equal(*sequences)
 
 
 def test_save_pretrained_through_an_ortmodule(tmp_path: Path) -> None:

@@ -143,14 +143,16 @@ class Comparison:
         In between all parameters move, so that narrow copies of earlier ones would be seen; alike, so that rounding
         does not add up.
         """
-        found = []
+        results_by_size = []
         for size in sizes:
-            found.append([side.train(*size) for side in self.sides()])
-            self._compare(f"{self.entry} {size}", *found[-1])
+            results_by_size.append([side.train(*size) for side in self.sides()])
+            self._compare(f"{self.entry} {size}", *results_by_size[-1])
             with torch.no_grad():
                 for parameter in itertools.chain(*(side.module.parameters() for side in self.sides())):
                     parameter.mul_(0.75)
-        compare_together(f"{self.entry} gradient", [[result.gradients for result in results] for results in found])
+        compare_together(
+            f"{self.entry} gradient", [[result.gradients for result in results] for results in results_by_size]
+        )
 
     def forward(self, batch: int, length: int) -> None:
         """Compare a call without backward."""
@@ -205,9 +207,9 @@ def compare_together(where: str, calls: Sequence[Sequence[Named]], chance: float
     for got, eager, _ in calls:
         assert list(got) == list(eager), f"{where}: names differ"
     for name in calls[0][0]:
-        found = sorted(over(name, *sides) for sides in calls)
-        assert found[-1] <= chance, f"{where} {name}: error {found[-1]:.2f} times what is allowed"
-        assert len(found) < 2 or found[-2] <= 1, f"{where} {name}: error above what is allowed in two calls: {found}"
+        ratios = sorted(over(name, *sides) for sides in calls)
+        assert ratios[-1] <= chance, f"{where} {name}: error {ratios[-1]:.2f} times what is allowed"
+        assert len(ratios) < 2 or ratios[-2] <= 1, f"{where} {name}: error above what is allowed in two calls: {ratios}"
 
 
 def over(name: str, got: Named, eager: Named, exact: Named) -> float:
@@ -223,8 +225,8 @@ def over(name: str, got: Named, eager: Named, exact: Named) -> float:
 
 def largest_of(tensors: Named) -> float:
     """The largest finite |element|."""
-    found = [t.detach().double().nan_to_num(posinf=0.0, neginf=0.0) for t in tensors.values() if t is not None]
-    return max((t.abs().max().item() for t in found if t.numel()), default=0.0)
+    finite = [t.detach().double().nan_to_num(posinf=0.0, neginf=0.0) for t in tensors.values() if t is not None]
+    return max((t.abs().max().item() for t in finite if t.numel()), default=0.0)
 
 
 def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -247,14 +249,14 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def compare_outputs(where: str, got: Any, eager: Any, exact: Any) -> None:
     """Compare two outputs: structure, constants, tensors and their properties."""
-    found, expected, references = (dict(leaves(o)) for o in (got, eager, exact))
-    assert list(found) == list(expected), f"{where}: {list(found)}, eager has {list(expected)}"
+    own, expected, references = (dict(leaves(o)) for o in (got, eager, exact))
+    assert list(own) == list(expected), f"{where}: {list(own)}, eager has {list(expected)}"
     for path, value in expected.items():
         if not isinstance(value, torch.Tensor):
-            assert type(found[path]) is type(value), f"{where}{path}: {found[path]!r}, eager has {value!r}"
-            assert found[path] == value, f"{where}{path}: {found[path]!r}, eager has {value!r}"
+            assert type(own[path]) is type(value), f"{where}{path}: {own[path]!r}, eager has {value!r}"
+            assert own[path] == value, f"{where}{path}: {own[path]!r}, eager has {value!r}"
             continue
-        tensor = found[path]
+        tensor = own[path]
         assert type(tensor) is type(value), f"{where}{path}: a {type(tensor)}, eager has a {type(value)}"
         assert tensor.requires_grad == value.requires_grad, f"{where}{path}: requires_grad is {tensor.requires_grad}"
         assert tensor.stride() == value.stride(), (
@@ -278,9 +280,9 @@ def compared(
     texts = fallbacks(caught)
     if entry.falls_back is None:
         assert not texts, texts
-        found = count_captures(compare.got.run)
+        count = count_captures(compare.got.run)
         most = most_captures(compare.got.run) if captures == 1 else captures
-        assert found > 0 if most is None else (captures or 1) <= found <= most, f"{found} captures"
+        assert count > 0 if most is None else (captures or 1) <= count <= most, f"{count} captures"
     else:
         assert len(texts) == 1, texts
         assert re.search(entry.falls_back, texts[0]), texts[0]

@@ -130,9 +130,11 @@ def _tokens(draw: Draw, batch: int, length: int) -> dict[str, Any]:
 
 
 def _padded(draw: Draw, batch: int, length: int, padding: int) -> dict[str, Any]:
-    found = _tokens(draw, batch, length)
-    found["input_ids"] = found["input_ids"].masked_fill(found["attention_mask"] == 0, padding)
-    return found
+    batch_arguments = _tokens(draw, batch, length)
+    batch_arguments["input_ids"] = batch_arguments["input_ids"].masked_fill(
+        batch_arguments["attention_mask"] == 0, padding
+    )
+    return batch_arguments
 
 
 def _for_class(draw: Draw, batch: int, length: int) -> Call:

@@ -27,8 +27,8 @@ def each_model(*, everywhere: bool = False, fast: Collection[str] | None = None)
     """The zoo: `everywhere` marks some models for all environments; if given, those that are not `fast` are slow."""
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
-        found = [pytest.mark.everywhere] if everywhere and name in EVERYWHERE else []
-        return [*found, pytest.mark.slow] if fast is not None and name not in fast else found
+        everywhere_marks = [pytest.mark.everywhere] if everywhere and name in EVERYWHERE else []
+        return [*everywhere_marks, pytest.mark.slow] if fast is not None and name not in fast else everywhere_marks
 
     return [pytest.param(m, id=str(m), marks=marks(m.name)) for m in ZOO]
 

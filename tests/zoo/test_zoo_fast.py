@@ -39,16 +39,16 @@ def test_gradients_equal_eagers(entry: ZooModel) -> None:
 def test_compiled_kernels_train_as_operators_do(name: str) -> None:
     """With dropout on: both draw the same masks, so that all gradients are the same."""
     entry = next(e for e in ZOO if e.name == name)
-    found = []
+    grads = []
     for native in (False, True):
         module = fast_or_operators(entry.build(torch.float64), native).train()
         call = entry.arguments(*entry.sizes[0]).to(torch.float64)
         torch.manual_seed(5)
         loss = entry.loss(module(*call.args, **call.kwargs))
         loss.backward()
-        found.append({n: p.grad for n, p in module.named_parameters()} | {"loss": loss.detach()})
+        grads.append({n: p.grad for n, p in module.named_parameters()} | {"loss": loss.detach()})
         assert ("compiled" in engine_of(module).newest().unit.forward.source) == native
-    operators, kernels = found
+    operators, kernels = grads
     compare_named(name, kernels, operators, operators)
 
 
