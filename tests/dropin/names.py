@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from onnxtrain.dropin.removed import REMOVED
-from tests.dropin.test_surface import NAMES, TRAINING, found
+from tests.dropin.test_surface import NAMES, TRAINING, attribute_at
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "migration.md"
 BEGIN, END = "<!-- names: written by python -m tests.dropin.names -->\n", "<!-- names: end -->\n"
@@ -71,7 +71,7 @@ def _an_optimizer(make: Callable[..., Any]) -> None:
 
 
 def _a_schedule(make: Callable[..., Any]) -> None:
-    step_info = found("TrainStepInfo")(found("optim").AdamConfig(lr=1.0), optimization_step=50)
+    step_info = attribute_at("TrainStepInfo")(attribute_at("optim").AdamConfig(lr=1.0), optimization_step=50)
     assert 0 < make(total_steps=100).get_lr(step_info)[0] <= 1
 
 
@@ -79,14 +79,14 @@ _OF_TWO = ("Add", "Sub", "Mul", "Div")
 
 
 def _blocks(make: Callable[..., Any]) -> None:
-    onnxblock = found("onnxblock")
+    onnxblock = attribute_at("onnxblock")
     with onnxblock.empty_base() as model:
         make()(*[onnxblock.blocks.Constant(2.0)() for _ in range(2 if make.__name__ in _OF_TWO else 1)])
         assert model.model.graph.node or model.model.graph.initializer
 
 
 def _an_exception(make: Callable[[str], Exception]) -> None:
-    with pytest.raises(found("ortmodule._fallback").ORTModuleFallbackException, match="a reason"):
+    with pytest.raises(attribute_at("ortmodule._fallback").ORTModuleFallbackException, match="a reason"):
         raise make("a reason")
 
 
@@ -94,7 +94,7 @@ def _a_loss(make: Callable[[], Any]) -> None:
     x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 3])
     graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "graph", [x], [])
     graph.output.add().CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 3]))
-    with found("onnxblock").base(onnx.helper.make_model(graph)):
+    with attribute_at("onnxblock").base(onnx.helper.make_model(graph)):
         assert make()("y")
 
 
@@ -133,7 +133,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "optim.LambConfig": lambda f: f(lr=0.1, ratio_max=2.0),
     "utils.data.LoadBalancingDistributedBatchSampler": lambda f: list(
         f(
-            found("utils.data").LoadBalancingDistributedSampler(["a", "bb"], len, world_size=1, rank=0),
+            attribute_at("utils.data").LoadBalancingDistributedSampler(["a", "bb"], len, world_size=1, rank=0),
             lambda each: [each],
         )
     ),

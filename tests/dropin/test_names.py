@@ -10,7 +10,7 @@ import pytest
 
 import onnxtrain.dropin  # noqa: F401  puts onnxruntime.training in place
 from tests.dropin import names
-from tests.dropin.test_surface import NAMES, found
+from tests.dropin.test_surface import NAMES, attribute_at
 
 
 def test_the_page_has_the_table() -> None:
@@ -20,8 +20,10 @@ def test_the_page_has_the_table() -> None:
 
 def test_each_name_is_used_by_a_test() -> None:
     tested = [path for paths in names.TESTS.values() for path in paths]
-    used = [found(path) for path in (*names.CALLS, *tested)]
-    values = {path: found(path) for path in names.paths() if path not in NAMES}  # others are modules without names
+    used = [attribute_at(path) for path in (*names.CALLS, *tested)]
+    values = {
+        path: attribute_at(path) for path in names.paths() if path not in NAMES
+    }  # others are modules without names
     unused = [p for p, v in values.items() if not inspect.ismodule(v) and not any(v is each for each in used)]
     assert not unused
 
@@ -36,17 +38,17 @@ def test_the_test_files_use_the_names(file: str) -> None:
 def test_what_needs_deepspeed_says_so(path: str) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         with pytest.raises(ImportError, match=r"requires DeepSpeed.*pip install deepspeed"):
-            found(path)
+            attribute_at(path)
     else:
-        found(path)
+        attribute_at(path)
 
 
 @pytest.mark.parametrize("path", names.CALLS)
 def test_names_that_work_can_be_called(path: str) -> None:
     assert path in names.paths()
-    names.CALLS[path](found(path))
+    names.CALLS[path](attribute_at(path))
 
 
 def test_removed_names_give_the_alternative() -> None:
     with pytest.raises(NotImplementedError, match=r"torch\.library\.triton_op"):
-        found("ort_triton.register_triton_kernel")(len)
+        attribute_at("ort_triton.register_triton_kernel")(len)

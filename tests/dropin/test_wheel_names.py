@@ -18,7 +18,7 @@ import onnxtrain.dropin  # noqa: F401  puts onnxruntime.training in place
 from onnxtrain.dropin.removed import REMOVED
 from onnxtrain.errors import ArtifactError
 from tests.dropin import names
-from tests.dropin.test_surface import TRAINING, found
+from tests.dropin.test_surface import TRAINING, attribute_at
 
 WHEEL = dict(line.split(":", 1) for line in Path(__file__).with_name("wheel_names.txt").read_text().splitlines())
 
@@ -52,9 +52,9 @@ def test_removed_names_are_of_the_wheel() -> None:
 
 
 def test_the_accessor_has_the_model_that_blocks_extend() -> None:
-    onnxblock = found("onnxblock")
+    onnxblock = attribute_at("onnxblock")
     with onnxblock.empty_base() as accessor:
-        assert isinstance(accessor, found("onnxblock.model_accessor").ModelAccessor)
+        assert isinstance(accessor, attribute_at("onnxblock.model_accessor").ModelAccessor)
         onnxblock.blocks.Constant(2.0)()
         assert [each.name for each in accessor.model.graph.initializer]
         assert not accessor.has_path
@@ -68,9 +68,9 @@ def test_the_accessor_has_the_model_that_blocks_extend() -> None:
 
 
 def test_the_registry_runs_registered_functions_in_order() -> None:
-    registry, order = found("ortmodule.graph_optimizer_registry").GraphOptimizerRegistry, []
+    registry, order = attribute_at("ortmodule.graph_optimizer_registry").GraphOptimizerRegistry, []
     registry.register("OnlyOfThisTest", "cpu", 0, lambda graph: order.append((graph.name, 0)))
-    found("ortmodule").register_graph_optimizer("Other|OnlyOfThisTest", priority=1)(
+    attribute_at("ortmodule").register_graph_optimizer("Other|OnlyOfThisTest", priority=1)(
         lambda graph: order.append((graph.name, 1))
     )
     registry.optimize_all("OnlyOfThisTest", "cpu", onnx.GraphProto(name="a"))
@@ -79,25 +79,25 @@ def test_the_registry_runs_registered_functions_in_order() -> None:
 
 
 def test_shards_wrap_around() -> None:
-    shard = found("utils.data.sampler").shard_wrapped_indices_for_worker
+    shard = attribute_at("utils.data.sampler").shard_wrapped_indices_for_worker
     assert [shard([4, 5, 6, 7, 8], rank, 3) for rank in range(3)] == [[4, 7], [5, 8], [6, 4]]
     assert [shard([4], rank, 3) for rank in range(3)] == [[4], [4], [4]]
 
 
 def test_no_extension_needs_a_build(capsys: pytest.CaptureFixture[str]) -> None:
-    ortmodule = found("ortmodule")
-    assert found("ortmodule.torch_cpp_extensions").is_installed(ortmodule.ORTMODULE_TORCH_CPP_DIR)
+    ortmodule = attribute_at("ortmodule")
+    assert attribute_at("ortmodule.torch_cpp_extensions").is_installed(ortmodule.ORTMODULE_TORCH_CPP_DIR)
     assert ortmodule.is_torch_cpp_extensions_installed(ortmodule.ORTMODULE_TORCH_CPP_DIR)
-    found("ortmodule.torch_cpp_extensions.install").build_torch_cpp_extensions()
+    attribute_at("ortmodule.torch_cpp_extensions.install").build_torch_cpp_extensions()
     assert capsys.readouterr().out
     assert getattr(build_and_package_info, "cuda_version", None) == ortmodule.ONNXRUNTIME_CUDA_VERSION
     assert getattr(build_and_package_info, "rocm_version", None) == ortmodule.ONNXRUNTIME_ROCM_VERSION
 
 
 def test_a_row_can_be_annotated() -> None:
-    table, inner = found("utils.ptable").PTable(), found("utils.ptable").PTable()
+    table, inner = attribute_at("utils.ptable").PTable(), attribute_at("utils.ptable").PTable()
     row = table.add_row(["a", 1])
-    assert isinstance(row, found("utils.ptable").Row)
+    assert isinstance(row, attribute_at("utils.ptable").Row)
     inner.add_row(["b"])
     row.append_annotation_table(inner)
     assert table.get_string() == "a  1\n  b\n"
