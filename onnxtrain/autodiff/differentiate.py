@@ -38,6 +38,7 @@ class Joint:
         active: for each forward output, whether it depends differentiably on an input in `wrt`.
         cotangents: for each forward output, its cotangent; None if it gets none.
         gradients: for each forward input, its gradient; None if it has none.
+        is_rewritten: whether functions of the user have changed the graph since.
     """
 
     model: ir.Model
@@ -46,6 +47,7 @@ class Joint:
     active: tuple[bool, ...]
     cotangents: tuple[ir.Value | None, ...]
     gradients: tuple[ir.Value | None, ...]
+    is_rewritten: bool = False
 
     def copy(self) -> Joint:
         """Copy the joint graph; names stay the same."""
@@ -58,6 +60,7 @@ class Joint:
             self.active,
             tuple(None if c is None else values[c] for c in self.cotangents),
             tuple(None if g is None else values[g] for g in self.gradients),
+            self.is_rewritten,
         )
 
     def rebind_gradients(self) -> Joint:

@@ -217,6 +217,9 @@ class UnitBuilder:
 class BackwardPrograms:
     """Makes a backward program for each set of cotangents that autograd passes and of gradients that are needed.
 
+    If the first backward lacks cotangents that the joint graph only adds, as it lacks those of logits beside a loss,
+    they are removed from that graph: to differentiate again takes longer. Another set of cotangents does that then.
+
     Attributes:
         parts: the cut of the program made last; before the first, the cut for all cotangents and gradients.
     """
@@ -231,23 +234,34 @@ class BackwardPrograms:
         groups: Groups,
     ) -> None:
         self._builder, self._joint, self._all_parts = builder, joint, parts
+        self._has_cotangent = differentiable  # the cotangents of self._joint
+        self._is_unused = True  # no program has nodes of self._joint, other than those of forward
         self.parts = parts
         self._differentiable, self._choice, self._groups = differentiable, choice, groups
 
     def __call__(self, has_cotangent: Flags, needs_grad: Flags) -> Backward:
         """Build a backward, as `BackwardSource` says."""
-        if has_cotangent == self._differentiable:
+        if self._is_unused and has_cotangent != self._differentiable:
+            pruned = self._builder.differentiation.without_cotangents(self._joint, has_cotangent)
+            if pruned is not None:
+                self._joint, self._has_cotangent = pruned, has_cotangent
+        if has_cotangent == self._has_cotangent:
+            self._is_unused = False
             return self._backward(cut(self._joint, needs_grad), has_cotangent)
-        pruned = cut(self._differentiated(has_cotangent), needs_grad)
-        if self._forward_keeps_all(pruned):
-            return self._backward(pruned, has_cotangent)
+        if has_cotangent != self._differentiable:
+            parts = cut(self._differentiated(has_cotangent), needs_grad)
+            if self._forward_keeps_all(parts):
+                return self._backward(parts, has_cotangent)
+        if self._has_cotangent != self._differentiable:
+            self.differentiate_again()
+        self._is_unused = False
         pairs = zip(self._differentiable, has_cotangent, strict=True)
         zeros = [i for i, (differentiable, passed) in enumerate(pairs) if differentiable and not passed]
         return self._backward(cut(self._joint, needs_grad), self._differentiable, zeros)
 
     def differentiate_again(self) -> None:
         """Differentiate the graph again, after gradient rules have learned which gradients functions return."""
-        self._joint = self._differentiated()
+        self._joint, self._has_cotangent, self._is_unused = self._differentiated(), self._differentiable, True
 
     def _differentiated(self, has_cotangent: Flags | None = None) -> Joint:
         return apply_choice(self._builder.differentiation.optimized(has_cotangent), self._choice)

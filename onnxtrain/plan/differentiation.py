@@ -10,7 +10,12 @@ import onnx_ir as ir
 from onnxtrain.autodiff import Joint, differentiate
 from onnxtrain.graph import traversal
 from onnxtrain.graph.traversal import clone, with_graph
+from onnxtrain.graph.values import type_of
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.elementwise.arithmetic import ADD
 from onnxtrain.passes import Pass, optimize
+from onnxtrain.passes.fuse_sums import fuse_gradient_sums
+from onnxtrain.passes.rewriting import only_user, substitute
 from onnxtrain.passes.user_graph_optimizers import GraphFunction, rewrite
 from onnxtrain.plan.mutated_inputs import differentiate_with_copies
 
@@ -53,9 +58,47 @@ class Differentiation:
         optimize(joint.model, self.passes)
         return joint.rebind_gradients()
 
+    def without_cotangents(self, joint: Joint, cotangents: Flags) -> Joint | None:
+        """Remove the cotangents that are not in `cotangents` from a joint graph after the passes, in place.
+
+        The result is the graph that differentiation makes without them.
+
+        Returns:
+            None, and leave the graph as it is, if a cotangent is read by anything but an addition of a gradient, or if
+            the user's functions have rewritten the graph.
+        """
+        pairs = zip(joint.cotangents, (*cotangents, *(False for _ in self.mutated)), strict=True)
+        absent = [c for c, is_passed in pairs if c is not None and not is_passed]
+        sums = [_only_sum(c, joint) for c in absent]
+        if joint.is_rewritten or None in sums or len({*sums}) < len(sums):
+            return None
+        graph = joint.model.graph
+        for cotangent, node in zip(absent, sums, strict=True):
+            assert node is not None
+            other = node.inputs[1 - node.inputs.index(cotangent)]
+            assert other is not None
+            substitute(graph, node.outputs[0], other, [node])
+            graph.inputs.remove(cotangent)
+        optimize(joint.model, [run for run in self.passes if run is fuse_gradient_sums])
+        left = (None if c in absent else c for c in joint.cotangents)
+        return replace(joint, cotangents=tuple(left)).rebind_gradients()
+
     def mutated_inputs(self, joint: Joint) -> list[ir.Value]:
         """Return the inputs of a joint graph that forward mutates before backward runs."""
         return [joint.model.graph.inputs[index] for index in self.mutated]
+
+
+def _only_sum(cotangent: ir.Value, joint: Joint) -> ir.Node | None:
+    """Return the node that adds a cotangent to a gradient of the same type, if nothing else reads the cotangent."""
+    node = only_user(cotangent)
+    if node is None or node.graph is not joint.model.graph or definition_of(node) is not ADD:
+        return None
+    if node.outputs[0].is_graph_output():
+        return None
+    other = node.inputs[1 - node.inputs.index(cotangent)]
+    if other is None or other in joint.cotangents or other.producer() is None:
+        return None
+    return node if type_of(other) == type_of(node.outputs[0]) else None
 
 
 def unoptimized_joint(model: ir.Model, wrt: Flags, results: int) -> ir.Model:
@@ -78,6 +121,7 @@ def rewrite_joint(joint: Joint, functions: Sequence[GraphFunction]) -> Joint:
     forward = {node for node in rewritten.added if any(v in needed for v in node.outputs)}
     return replace(
         joint,
+        is_rewritten=True,
         forward_nodes=joint.forward_nodes | forward,
         gradients=tuple(g if g is None else rewritten.replaced.get(g, g) for g in joint.gradients),
     )
