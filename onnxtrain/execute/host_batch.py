@@ -3,13 +3,14 @@
     batch on the host ─to_device─▶ batch on the device       copies that the host does not wait for
                       └──────────▶ its values on the host    looked up by the tensor, as long as nobody changes that
 
-The number of tokens of a batch without padding must be known before a step begins (`packing`). To read it from the
-device means to wait for all earlier work there: the batch may have been copied after it.
+The number of tokens of a batch without padding must be known before a step begins (`packing`), the number of its labels
+before the loss is launched (`NumberOnHost`). To read them from the device means to wait for all earlier work there: the
+batch may have been copied after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,9 +65,19 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
     source = staged(tensor, device)
     copy = source.to(device, non_blocking=True)
-    if not copy.is_inference():
-        _known[copy] = _HostValues(source, version_of(copy))
+    remember(copy, source)
     return copy
+
+
+def remember(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Let the host know the values of a tensor on a device, until it is changed.
+
+    Args:
+        tensor: on the device. Nothing is remembered of inference tensors: without versions, changes are not seen.
+        values: on the host; nobody else changes them.
+    """
+    if not tensor.is_inference():
+        _known[tensor] = _HostValues(values, version_of(tensor))
 
 
 def staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -84,3 +95,27 @@ def host_values(tensor: torch.Tensor) -> torch.Tensor | None:
     if known is None or version_of(tensor) != known.version or tensor.shape != known.values.shape:
         return None
     return known.values
+
+
+def zeros_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros of the shape and dtype of a tensor, on the CPU and in the memory of one element."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+class NumberOnHost:
+    """Computes a number that a program reads from the device, from batches whose integers the host knows.
+
+    Attributes:
+        run: computes, on the CPU, the tensor that the number depends on; of floating tensors it reads the shapes only.
+        start: makes the number from that tensor.
+    """
+
+    def __init__(self, run: Callable[..., tuple[Sequence[Any], Any]], start: Callable[[torch.Tensor], Any]) -> None:
+        self.run, self.start = run, start
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Return the number; None if the host does not know the tensors."""
+        arguments = [zeros_on_host(t) if t.is_floating_point() else host_values(t) for t in tensors]
+        if any(values is None for values in arguments):
+            return None
+        return self.start(self.run(arguments, ())[0][0])

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import onnx_ir as ir
 import torch
 
+from onnxtrain.execute.host_batch import NumberOnHost
 from onnxtrain.execute.host_source import HostInt, ShapeSource
 from onnxtrain.execute.kernel_choice.expected import expected_kernel
 from onnxtrain.graph.alias import view_source
@@ -37,7 +38,7 @@ from onnxtrain.ops.reshape.shape import sizes_on_device
 from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import in_place_inputs, last_uses
-from onnxtrain.plan.streams import Phase, number_source, steps
+from onnxtrain.plan.streams import Phase, number_part, number_source, steps
 from onnxtrain.torch_compat import dispatch
 from onnxtrain.torch_compat.operators import OpOverload, direct_call
 
@@ -207,6 +208,7 @@ class _Writer:
         unread = [self._name(v) for v in part.inputs if v not in self._last]
         if unread:
             self._line(f"del {', '.join(unread)}")
+        self._numbers_on_host()
         fused_nodes = {node for call in self._fused_calls.values() for node in call.part.nodes}
         positions = {node: position for position, node in enumerate(part.nodes)}
         for node, phase in steps(part):
@@ -307,14 +309,27 @@ class _Writer:
         self._line(f"{name} = {computed.source}")
         return HostInt(name)
 
+    def _numbers_on_host(self) -> None:
+        """Compute the numbers that nodes read, if the host knows the batch."""
+        for node in self._part.nodes:
+            if node not in self._part.early_reads or (part := number_part(self._part, node)) is None:
+                continue
+            read = HOST_READS.of(node)
+            assert read is not None
+            program = Program(part, f"{self._title} {node.name}", torch.device("cpu"))
+            number = self._global("number_on_host", NumberOnHost(program.run, read.start))
+            pending = self._pending[node] = self._fresh("pending")
+            self._line(f"{pending} = {number}({', '.join(self._name(v) for v in part.inputs)})", comment=_origin(node))
+
     def _start_read(self, node: ir.Node) -> None:
-        """Launch the copy of the number that a later node reads."""
+        """Launch the copy of the number that a later node reads, unless the host knows it."""
         value, read = number_source(node), HOST_READS.of(node)
         assert read is not None
-        pending = self._pending[node] = self._fresh("pending")
-        self._line(
-            f"{pending} = {self._global('start_read', read.start)}({self._tensor(value)})", comment=_origin(node)
-        )
+        start, asks_host = self._global("start_read", read.start), node in self._pending
+        pending = self._pending[node] if asks_host else self._fresh("pending")
+        self._pending[node] = pending
+        condition = f"if {pending} is None: " if asks_host else ""
+        self._line(f"{condition}{pending} = {start}({self._tensor(value)})", comment=_origin(node))
 
     def _tensor_node(self, node: ir.Node, definition: OpDef) -> None:
         kernel = self._kernels[node]

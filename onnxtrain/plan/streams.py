@@ -29,7 +29,7 @@ from onnxtrain.ops import Effects, definition_of, view
 from onnxtrain.ops.collective.transfers import WAIT
 from onnxtrain.ops.interfaces.cost import MATMUL_FLOPS, flops_per_element
 from onnxtrain.ops.interfaces.host_reads import HOST_READS
-from onnxtrain.plan.cut import Part
+from onnxtrain.plan.cut import Part, nodes_computing
 
 DEVICES = frozenset({"cuda"})  # whose work runs behind the host
 REACH = 48  # nodes before a collective, and after the first reader of its result: those of about a layer's gradient
@@ -79,6 +79,20 @@ def number_source(node: ir.Node) -> ir.Value:
     assert read is not None
     value: ir.Value = getattr(view(node), read.reads)
     return value
+
+
+def number_part(part: Part, node: ir.Node) -> Part | None:
+    """Return what computes `number_source` of an early read; None if that is more than integers of the part's inputs.
+
+    The host can run it on a batch whose integers it knows.
+    """
+    source = number_source(node)
+    nodes, outside = nodes_computing(part.nodes, [source], part.host, part.nodes, Effects.NONE)
+    is_integer = all(_is_free(other) and not any(map(_is_floating, other.outputs)) for other in nodes)
+    inputs = tuple(value for value in outside if value.const_value is None)
+    if not is_integer or not set(inputs) <= set(part.inputs):
+        return None
+    return Part(nodes, inputs, (), (source,), (), part.host, 1)
 
 
 def _masks_first(part: Part) -> list[ir.Node]:

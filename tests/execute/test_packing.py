@@ -104,11 +104,12 @@ def test_a_batch_that_the_host_knows_is_not_copied_back(waits: list[str]) -> Non
     assert torch.equal(host_values(batch["more"][1][0]), expected > 2)
     assert host_values(batch["more"][0]) is None  # floating-point values decide nothing
     with_host_values, other = (t.as_subclass(DeviceTensor) for t in (expected.clone(), expected.clone()))
-    host_batch._known[with_host_values] = host_batch._HostValues(expected, with_host_values._version)
+    host_batch.remember(with_host_values, expected)
     assert copied_to_host([with_host_values])[0] is expected
     assert waits == []
     assert torch.equal(copied_to_host([with_host_values, other])[1], expected)
     assert waits == ["cpu"]
+    assert torch.equal(host_values(other), expected)  # nor is it copied again to count its labels
 
 
 def test_the_host_does_not_know_what_was_changed_on_the_device() -> None:

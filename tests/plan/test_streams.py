@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.execute import host_batch
+from onnxtrain.execute.host_batch import NumberOnHost
 from onnxtrain.execute.program import Program
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.interfaces.host_reads import PendingInt
@@ -141,6 +143,43 @@ def test_labels_are_counted_before_the_layers(monkeypatch: pytest.MonkeyPatch) -
     for expected, got in zip(gradients[:3], gradients[3:], strict=True):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def gradients_of(model: nn.Module, words: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(words, labels)["loss"].backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_labels_that_the_host_knows_are_not_counted_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels that were changed on the device since are counted there: none is left out."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(streams, "DEVICES", frozenset({"cpu"}))
+    eager, words = Masked(), torch.randint(11, (3, 5))
+    model = ORTModule(copy.deepcopy(eager), keep_outputs=("loss",), skip_padding="never")
+    number_of = NumberOnHost.__call__
+
+    def asked(self: NumberOnHost, *tensors: torch.Tensor) -> PendingInt | None:
+        number = number_of(self, *tensors)
+        numbers.append(None if number is None else number.result())
+        return number
+
+    monkeypatch.setattr(NumberOnHost, "__call__", asked)
+    for labelled, is_known, is_changed in (
+        (0.3, False, False),
+        (0.6, True, False),
+        (0.2, True, True),
+        (0.0, True, False),
+    ):
+        numbers: list[int | None] = []
+        labels = words.masked_fill(torch.rand(3, 5) >= labelled, -100)
+        if is_known:
+            host_batch.remember(labels, labels.clone())
+        if is_changed:
+            labels[:, 1:] = 3
+        for got, expected in zip(gradients_of(model, words, labels), gradients_of(eager, words, labels), strict=True):
+            torch.testing.assert_close(got, expected, equal_nan=True)
+        assert numbers == [int((labels >= 0).sum()) if is_known and not is_changed else None]
 
 
 def test_a_pending_number_is_copied_to_pinned_memory_and_awaited_by_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
