@@ -84,10 +84,10 @@ def draw(all_groups: Sequence[tuple[str, Sequence[Speeds]]]) -> str:
 
 
 def _speeds(workload: Workload, measured: Measured) -> list[Speeds]:
-    eager = measured.of(EAGER)
+    eager = measured.timed(EAGER)
     if eager is None:
         return []
-    of_others = [timed for name in VARIANTS if name in _COLOURS and (timed := measured.of(name)) is not None]
+    of_others = [timed for name in VARIANTS if name in _COLOURS and (timed := measured.timed(name)) is not None]
     if workload.cold:
         totals = [(timed.variant, eager.total_s / timed.total_s) for timed in of_others]
         return [(variant, speed, speed, speed) for variant, speed in totals]

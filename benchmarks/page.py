@@ -31,7 +31,7 @@ def write_page(results: Sequence[tuple[Workload, Measured]], folder: Path) -> Pa
 
 def _row(workload: Workload, measured: Measured) -> tuple[str, ...]:
     """Return a row of figures; () if eager or onnxtrain was not timed."""
-    eager, ours = measured.of(EAGER), measured.of(ONNXTRAIN)
+    eager, ours = measured.timed(EAGER), measured.timed(ONNXTRAIN)
     if eager is None or ours is None:
         return ()
     low, middle, high = speed_over(ours, eager)
@@ -42,7 +42,7 @@ def _row(workload: Workload, measured: Measured) -> tuple[str, ...]:
         *map(duration, times),
         f"**{times[0] / times[1] if workload.cold else middle:.2f}**",
         "" if workload.cold else f"{low:.2f} – {high:.2f}",
-        *(_ratio(workload, ours, measured.of(name)) for name in (COMPILE, COMPILE_DYNAMIC)),
+        *(_ratio(workload, ours, measured.timed(name)) for name in (COMPILE, COMPILE_DYNAMIC)),
         f"{eager.peak_bytes / 2**20:,.0f} → {ours.peak_bytes / 2**20:,.0f} MiB" if eager.peak_bytes >= 2**20 else "",
         f"{statistics.median(later):+.1f} s" if later else "",
         "" if share is None else f"{share:.0%}",

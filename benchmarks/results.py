@@ -110,7 +110,7 @@ class Measured:
     gemm_fraction: float = 1.0
     peak_flops: float | None = None
 
-    def of(self, variant: str) -> Timed | None:
+    def timed(self, variant: str) -> Timed | None:
         return next((timed for timed in self.variants if timed.variant == variant), None)
 
     def share(self, variant: Timed) -> float | None:
@@ -120,12 +120,12 @@ class Measured:
 
     def later(self) -> tuple[float, ...]:
         """Return the seconds by which onnxtrain's first step takes longer than eager's, for each pair of processes."""
-        ours, eager = self.of(ONNXTRAIN), self.of(EAGER)
+        ours, eager = self.timed(ONNXTRAIN), self.timed(EAGER)
         return () if ours is None or eager is None else tuple(map(sub, ours.first_s, eager.first_s))
 
     def limit(self) -> float | None:
         """Return the speedup over eager of a step that consists only of onnxtrain's GEMMs and convolutions."""
-        eager = self.of(EAGER)
+        eager = self.timed(EAGER)
         share = None if eager is None else self.share(eager)
         return 1 / (share * self.gemm_fraction) if share else None
 

@@ -57,7 +57,7 @@ def machine_table(machine: Machine, command: str) -> Table:
 
 def workload_rows(workload: Workload, measured: Measured) -> Rows:
     """Return one row per variant, with onnxtrain's speedup over it."""
-    ours = measured.of(ONNXTRAIN)
+    ours = measured.timed(ONNXTRAIN)
     own = f"{workload.unit}/s"
     header = (
         "",
@@ -105,7 +105,7 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
     ran = "Forward, backward and AdamW" if workload.optimized else "Forward and backward"
     steps = f" of {measured.steps_per_round} steps each" if measured.steps_per_round > 1 else ""
     yield f"{ran}; {len(first.rounds_s)} rounds{steps}, interleaved in one process."
-    ours, eager = measured.of(ONNXTRAIN), measured.of(EAGER)
+    ours, eager = measured.timed(ONNXTRAIN), measured.timed(EAGER)
     if measured.gemms_s:
         note = f"GEMM share: the time of the step's {measured.gemms} GEMMs and convolutions alone"
         goal = workload.goals.share
@@ -148,7 +148,7 @@ _KINDS = 8  # of ops that a table shows
 
 def op_time_rows(measured: Measured) -> Rows | None:
     """Return the op times of onnxtrain's step next to those of eager's; None if they were not profiled."""
-    ours, eager = measured.of(ONNXTRAIN), measured.of(EAGER)
+    ours, eager = measured.timed(ONNXTRAIN), measured.timed(EAGER)
     if ours is None or eager is None or not ours.op_times or not eager.op_times:
         return None
     rows = tuple(

@@ -25,7 +25,7 @@ from examples.minilm.model import load_classifier, load_tokenizer
 from examples.minilm.page import write_page
 from examples.minilm.progress import Clock, Progress, as_minutes, make_progress
 from examples.minilm.result import EAGER, NUDGED, ONNXTRAIN, Phase, Result
-from examples.minilm.settings import QUICK, WHOLE, Settings
+from examples.minilm.settings import FULL, QUICK, Settings
 from examples.minilm.table import notes, terminal_table
 from examples.minilm.training import Variant, nudge, train_interleaved
 from onnxtrain import ORTModule
@@ -166,7 +166,7 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, Path]:
     if given.steps is not None and given.steps < 1:
         parser.error(f"--steps: expected 1 or more, got {given.steps}")
     asked = {"training_steps": given.steps, "batch_size": given.batch_size, "seed": given.seed}
-    settings = QUICK if given.quick else WHOLE
+    settings = QUICK if given.quick else FULL
     settings = dataclasses.replace(settings, **{k: v for k, v in asked.items() if v is not None})
     return dataclasses.replace(settings, exact_steps=min(settings.exact_steps, settings.training_steps)), given.out
 

@@ -73,31 +73,31 @@ def chart(
     x_axis = _linear(min(xs, default=0.0), max(xs, default=1.0), 8, tight=True)
     y_axis = _decades(ys) if log else _linear(0.0 if from_zero else min(ys, default=0.0), max(ys, default=1.0), 5)
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
         across = _LEFT + x_axis.share(x) * (WIDTH - _LEFT - _RIGHT)
         return across, HEIGHT - _BOTTOM - y_axis.share(y) * (HEIGHT - _TOP - _BOTTOM)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    parts += _grid(x_axis, y_axis, place, x_label, y_label)
+    parts += _grid(x_axis, y_axis, to_pixels, x_label, y_label)
     for level in levels:
-        parts.append(_level(level, place(x_axis.low, level.y)[1]))
+        parts.append(_level(level, to_pixels(x_axis.low, level.y)[1]))
     for line in series:
-        parts += _line(line, place, show, log=log)
+        parts += _line(line, to_pixels, show, log=log)
     parts.append("</svg>")
     return "\n".join(parts)
 
 
-Place = Callable[[float, float], tuple[float, float]]
+ToPixels = Callable[[float, float], tuple[float, float]]
 
 
-def _line(line: Series, place: Place, show: Callable[[float], str], *, log: bool) -> list[str]:
+def _line(line: Series, to_pixels: ToPixels, show: Callable[[float], str], *, log: bool) -> list[str]:
     pieces: list[list[tuple[float, float]]] = [[]]
     dots = []
     for x, y in zip(line.xs, line.ys, strict=True):
         if not math.isfinite(y) or (log and y <= 0):
             pieces.append([])
             continue
-        across, down = place(x, y)
+        across, down = to_pixels(x, y)
         pieces[-1].append((across, down))
         radius = 2.5 if line.points else 6  # of an invisible disc that only catches the pointer
         kind = "point" if line.points else "catch"
@@ -119,15 +119,15 @@ def _level(level: Level, down: float) -> str:
     )
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis, place: Place, x_label: str, y_label: str) -> list[str]:
+def _grid(x_axis: _Axis, y_axis: _Axis, to_pixels: ToPixels, x_label: str, y_label: str) -> list[str]:
     parts = []
     for y in y_axis.ticks:
-        down = place(x_axis.low, y)[1]
+        down = to_pixels(x_axis.low, y)[1]
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>')
         number = _number(y, y_axis)
         parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{down + 4:.1f}" text-anchor="end">{number}</text>')
     for x in x_axis.ticks:
-        across = place(x, y_axis.low)[0]
+        across = to_pixels(x, y_axis.low)[0]
         parts.append(
             f'<text class="tick" x="{across:.1f}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle">{x:g}</text>'
         )

@@ -25,7 +25,7 @@ class Settings:
         return frozenset(round(self.training_steps * (i + 1) / self.evaluations) for i in range(self.evaluations))
 
 
-WHOLE = Settings()
+FULL = Settings()
 QUICK = Settings(
     quick=True,
     max_length=64,

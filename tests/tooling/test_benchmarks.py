@@ -86,7 +86,7 @@ def made_up(circumstances: Circumstances = QUIET) -> Measured:
 
 def test_the_ratio_is_taken_round_by_round() -> None:
     measured = made_up()
-    eager, ours = measured.of(EAGER), measured.of(ONNXTRAIN)
+    eager, ours = measured.timed(EAGER), measured.timed(ONNXTRAIN)
     assert eager is not None
     assert ours is not None
     assert speed_over(ours, eager) == (2.0, 2.0, 2.5)

@@ -32,7 +32,7 @@ from examples.minilm.memory import peak_bytes
 from examples.minilm.page import render
 from examples.minilm.progress import Clock, LiveProgress, PlainProgress, as_minutes, make_progress
 from examples.minilm.result import EAGER, NUDGED, ONNXTRAIN, Evaluation, Phase, Record, Result, Step
-from examples.minilm.settings import QUICK, WHOLE
+from examples.minilm.settings import FULL, QUICK
 from examples.minilm.table import rows, terminal_table
 from examples.minilm.training import Variant, nudge, train_interleaved
 from onnxtrain.report import CompileReport, Refusal, StageReport
@@ -391,10 +391,10 @@ def test_the_clock_goes_by_the_work_done() -> None:
 
 
 def test_the_command_line_chooses_the_size() -> None:
-    assert demo.parse([]) == (WHOLE, Path("build/demo"))
+    assert demo.parse([]) == (FULL, Path("build/demo"))
     assert demo.parse(["--quick"])[0] == QUICK
     few, folder = demo.parse(["--steps", "3", "--batch-size", "8", "--seed", "5", "--out", "here"])
-    assert few == replace(WHOLE, training_steps=3, exact_steps=3, batch_size=8, seed=5)
+    assert few == replace(FULL, training_steps=3, exact_steps=3, batch_size=8, seed=5)
     assert folder == Path("here")
     with pytest.raises(SystemExit):
         demo.parse(["--steps", "0"])
