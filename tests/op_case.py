@@ -445,7 +445,7 @@ class CaseCheck:
     def check_factor(self) -> None:
         """Scale each input that `SCALAR_FACTORS` names, and expect the output of the op with the factor folded in."""
         node, arrays = self._node(), self._first_arguments()
-        build_factor = SCALAR_FACTORS.of(node)
+        build_factor = SCALAR_FACTORS.entry(node)
         factor = build_factor and build_factor(self.definition.view(node))
         if factor is None or self.definition.effects & Effects.RANDOM:
             return

@@ -40,7 +40,7 @@ class Recorders:
     def __init__(self) -> None:
         self._by_device: dict[torch.device, Recorder | None] = {}
 
-    def of(self, device: torch.device) -> Recorder | None:
+    def for_device(self, device: torch.device) -> Recorder | None:
         """Return the recorder for a device; None if nothing is recorded there."""
         if device not in self._by_device:
             self._by_device[device] = recorder_for(device)
@@ -51,7 +51,7 @@ def recordings_for(
     captured: Captured, inputs: Sequence[torch.Tensor], options: Options, device: torch.device, recorders: Recorders
 ) -> Recordings | None:
     """Return the recordings of a unit under the option cuda_graphs; None if it is off, or on a CPU."""
-    recorder = recorders.of(device) if options.cuda_graphs else None
+    recorder = recorders.for_device(device) if options.cuda_graphs else None
     if recorder is None:
         if options.cuda_graphs:
             warn_once(f"The option cuda_graphs has no effect on the device {device.type}.")

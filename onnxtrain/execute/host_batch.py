@@ -31,7 +31,7 @@ class _HostValues(NamedTuple):
     version: int
 
 
-_known: MutableMapping[torch.Tensor, _HostValues] = WeakIdKeyDictionary()
+_host_copies: MutableMapping[torch.Tensor, _HostValues] = WeakIdKeyDictionary()
 
 
 def to_device(batch: Any, device: torch.device | str) -> Any:
@@ -77,7 +77,7 @@ def remember(tensor: torch.Tensor, values: torch.Tensor) -> None:
         values: on the host; nobody else changes them.
     """
     if not tensor.is_inference():
-        _known[tensor] = _HostValues(values, version_of(tensor))
+        _host_copies[tensor] = _HostValues(values, version_of(tensor))
 
 
 def staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -91,10 +91,10 @@ def staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def host_values(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the values of a tensor on a device, on the host; None if the host does not know them."""
-    known = _known.get(tensor)
-    if known is None or version_of(tensor) != known.version or tensor.shape != known.values.shape:
+    entry = _host_copies.get(tensor)
+    if entry is None or version_of(tensor) != entry.version or tensor.shape != entry.values.shape:
         return None
-    return known.values
+    return entry.values
 
 
 def zeros_on_host(tensor: torch.Tensor) -> torch.Tensor:

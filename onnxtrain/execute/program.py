@@ -314,7 +314,7 @@ class _Writer:
         for node in self._part.nodes:
             if node not in self._part.early_reads or (part := number_part(self._part, node)) is None:
                 continue
-            read = HOST_READS.of(node)
+            read = HOST_READS.entry(node)
             assert read is not None
             program = Program(part, f"{self._title} {node.name}", torch.device("cpu"))
             number = self._global("number_on_host", NumberOnHost(program.run, read.start))
@@ -323,7 +323,7 @@ class _Writer:
 
     def _start_read(self, node: ir.Node) -> None:
         """Launch the copy of the number that a later node reads, unless the host knows it."""
-        value, read = number_source(node), HOST_READS.of(node)
+        value, read = number_source(node), HOST_READS.entry(node)
         assert read is not None
         start, asks_host = self._global("start_read", read.start), node in self._pending
         pending = self._pending[node] if asks_host else self._fresh("pending")
@@ -338,7 +338,7 @@ class _Writer:
         if self._layout is not None:
             arguments = self._layout.convert_arguments(node, arguments)
         call = kernel.lower(view, *arguments)
-        if node in self._pending and (read := HOST_READS.of(node)) is not None:
+        if node in self._pending and (read := HOST_READS.entry(node)) is not None:
             call = Call(read.finish, _Ref(self._tensor(number_source(node))), _Ref(self._pending[node]))
         if node in self._overwritten:
             call = _in_place(call) or call

@@ -173,10 +173,10 @@ class ResultLayout:
             raise NotRecordedError("two results share memory as different types")
         if storage not in self._memories:
             self._memories[storage] = len(self.memories)
-            whole = tensor if alone else _flat_storage(tensor)
+            memory = tensor if alone else _flat_storage(tensor)
             is_argument = storage in self._argument_storages
             is_copied = is_argument or any(i in self._copied for i in sharing)
-            self.memories.append(ResultMemory(whole, sharing, is_copied, is_argument))
+            self.memories.append(ResultMemory(memory, sharing, is_copied, is_argument))
         number = self._memories[storage]
         if not self.memories[number].is_copied:
             self.addresses.append(tensor.data_ptr())

@@ -133,7 +133,7 @@ def _case(node: ir.Node, detail: _SizeDetail) -> _Case:
     present = [value for value in node.inputs if value is not None]
     definition = definition_of(node)
     input_names = _input_names(definition, len(node.inputs))
-    static = STATIC_SHAPE_INPUTS.of(node) or ()
+    static = STATIC_SHAPE_INPUTS.entry(node) or ()
     shapes = (sizes.dims_of(v) for v, name in zip(node.inputs, input_names, strict=True) if v and name in static)
     names = _LocalSizes(present, detail, {size for shape in shapes for size in shape if isinstance(size, int)})
     inputs: list[ir.Value | None] = []

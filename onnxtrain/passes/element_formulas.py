@@ -39,7 +39,7 @@ class Formulas:
         if array is not None:
             return _of_array(array)
         node = value.producer()
-        entry = None if node is None else ELEMENT_FORMULAS.of(node)
+        entry = None if node is None else ELEMENT_FORMULAS.entry(node)
         return None if node is None or entry is None else entry(view(node), self.formula_of)
 
 

@@ -176,7 +176,7 @@ def _target_after(scaling: _Scaling) -> _Target | None:
 
 
 def _factor(node: ir.Node) -> ScalarFactor | None:
-    build = SCALAR_FACTORS.of(node)
+    build = SCALAR_FACTORS.entry(node)
     return None if build is None else build(view(node))
 
 

@@ -35,6 +35,6 @@ def fuse_activations(graph: ir.Graph, changes: Changes) -> None:
 
 def _activates(source: ir.Node, y: ir.Value, node: ir.Node) -> bool:
     """Return whether `source` could apply the activation `node` to its output y, and applies none yet."""
-    if definition_of(node) not in (FUSED_ACTIVATIONS.of(source) or ()) or y.index() != 0:
+    if definition_of(node) not in (FUSED_ACTIVATIONS.entry(source) or ()) or y.index() != 0:
         return False
     return not (view(source).activation or node.attributes)

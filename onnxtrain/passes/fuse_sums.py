@@ -77,7 +77,7 @@ def _fuse_into_users(graph: ir.Graph, sums: Iterable[ir.Node], changes: Changes)
 
 def _can_add_to_input(node: ir.Node, y: ir.Value) -> bool:
     """Return whether a user of y could read two summands of y instead, and does not yet."""
-    addend = INPUT_ADDENDS.of(node)
+    addend = INPUT_ADDENDS.entry(node)
     if addend is None or [i for i, v in enumerate(node.inputs) if v is y] != [0]:
         return False
     return getattr(view(node), addend) is None
@@ -107,14 +107,14 @@ def _summand_producer(
 
 def _can_add_to_output(node: ir.Node, y: ir.Value) -> bool:
     """Return whether a node could add a tensor to its output y: it adds none yet and applies no activation."""
-    addend, n = OUTPUT_ADDENDS.of(node), view(node)
-    if addend is None or y.index() != 0 or (FUSED_ACTIVATIONS.of(node) and n.activation):
+    addend, n = OUTPUT_ADDENDS.entry(node), view(node)
+    if addend is None or y.index() != 0 or (FUSED_ACTIVATIONS.entry(node) and n.activation):
         return False
     return getattr(n, addend) is None
 
 
 def _set_input(node: ir.Node, addends: OpInterface[str], value: ir.Value) -> None:
-    name = addends.of(node)
+    name = addends.entry(node)
     assert name is not None
     index = definition_of(node).slots[name].position
     node.resize_inputs(max(len(node.inputs), index + 1))

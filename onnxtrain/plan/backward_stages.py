@@ -75,7 +75,7 @@ def inputs_first(parts: Cut, inputs: Iterable[int]) -> tuple[Cut, int]:
 def is_object(value: ir.Value) -> bool:
     """Return whether a value of a running program is a Python object rather than a tensor."""
     producer = value.producer()
-    objects = None if producer is None else OBJECT_OUTPUTS.of(producer)
+    objects = None if producer is None else OBJECT_OUTPUTS.entry(producer)
     return producer is not None and definition_of(producer).output_name(value.index() or 0) in (objects or ())
 
 

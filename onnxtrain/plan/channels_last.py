@@ -43,7 +43,7 @@ def _is_image(value: ir.Value | None) -> bool:
 
 
 def _gains(node: ir.Node) -> bool:
-    images = IMAGES.of(node)
+    images = IMAGES.entry(node)
     if images is None or not images.prefers_channels_last or not _is_image(node.outputs[0]):
         return False
     first = node.inputs[0]
@@ -66,7 +66,7 @@ class ChannelsLast:
             current = stack[-1]
             if current in self._propagates:
                 stack.pop()
-            elif IMAGES.of(current) is None:
+            elif IMAGES.entry(current) is None:
                 self._propagates[current] = False
             elif _gains(current):
                 self._propagates[current] = True
@@ -87,7 +87,7 @@ class ChannelsLast:
         node = value.producer()
         if node is None or not _is_image(value) or not self._runs_channels_last(node):
             return False
-        images = IMAGES.of(node)
+        images = IMAGES.entry(node)
         return images is not None and definition_of(node).output_name(value.index() or 0) in images.values
 
     def may_be_channels_last(self, value: ir.Value) -> bool:
@@ -112,7 +112,7 @@ class ChannelsLast:
     def _conversions(self, node: ir.Node) -> list[torch.memory_format | None]:
         """Return the memory format that each input is converted to; None if it is not converted."""
         definition = definition_of(node)
-        images = IMAGES.of(node)
+        images = IMAGES.entry(node)
         values = images.values if images is not None and self._runs_channels_last(node) else frozenset()
         formats: list[torch.memory_format | None] = []
         for index, value in enumerate(node.inputs):
@@ -136,6 +136,6 @@ def _convert(memory_format: torch.memory_format | None, argument: Any) -> Any:
 
 def _images_read(node: ir.Node) -> list[ir.Value]:
     """Return the images that a node reads in the memory format in which it writes."""
-    definition, images = definition_of(node), IMAGES.of(node)
+    definition, images = definition_of(node), IMAGES.entry(node)
     assert images is not None
     return [v for i, v in enumerate(node.inputs) if v is not None and definition.input_name(i) in images.values]

@@ -61,10 +61,10 @@ KEEP_ALL = RecomputeChoice()
 
 def is_recomputable(node: ir.Node) -> bool:
     """Return whether recomputing a node gives the same values, bit for bit."""
-    is_repeatable = REPEATABLE.of(node)
+    is_repeatable = REPEATABLE.entry(node)
     if is_repeatable is not None and is_repeatable(node):
         return True
-    if OBJECT_OUTPUTS.of(node):
+    if OBJECT_OUTPUTS.entry(node):
         return False
     return definition_of(node).effects == Effects.NONE or bool(replay_inputs(node))
 
@@ -98,7 +98,7 @@ def choose_by_checkpoints(joint: Joint, mutated: Collection[ir.Value]) -> Recomp
 
 def replay_inputs(node: ir.Node) -> tuple[ir.Value, ...]:
     """Return the outputs of a random node that its replay reads and that must be kept; () if it cannot be replayed."""
-    replay = REPLAYS.of(node)
+    replay = REPLAYS.entry(node)
     outputs = () if replay is None else tuple(getattr(view(node), name) for name in replay.reads)
     return () if None in outputs else outputs
 
@@ -181,7 +181,7 @@ def apply_choice(joint: Joint, choice: RecomputeChoice) -> Joint:
     for node, user in list(interleave_recomputed(backward, recomputed, joint.forward_nodes)):
         if user is not None:
             copy = _copied(node, copies)
-            replay = REPLAYS.of(node)
+            replay = REPLAYS.entry(node)
             if replay is None:
                 graph.insert_before(user, copy)
                 copies.update((v, c) for v, c in zip(node.outputs, copy.outputs, strict=True) if v in recomputed)

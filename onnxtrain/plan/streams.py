@@ -55,7 +55,7 @@ def scheduled(part: Part, device_type: str) -> Part:
     if device_type not in DEVICES:
         return part
     nodes = _masks_first(part)
-    reads = frozenset(node for node in nodes if HOST_READS.of(node) is not None)
+    reads = frozenset(node for node in nodes if HOST_READS.entry(node) is not None)
     return replace(part, nodes=tuple(_awaited_late(_started_early(nodes))), early_reads=reads)
 
 
@@ -75,7 +75,7 @@ def steps(part: Part) -> Iterator[Step]:
 
 def number_source(node: ir.Node) -> ir.Value:
     """Return the input of an early read that its number depends on."""
-    read = HOST_READS.of(node)
+    read = HOST_READS.entry(node)
     assert read is not None
     value: ir.Value = getattr(view(node), read.reads)
     return value
@@ -100,7 +100,7 @@ def _masks_first(part: Part) -> list[ir.Node]:
     own = set(part.nodes)
     first: set[ir.Node] = set()
     for node in part.nodes:
-        if HOST_READS.of(node) is not None:
+        if HOST_READS.entry(node) is not None:
             needed = _needed([number_source(node)], own)
             if all(_is_free(other) and not any(map(_is_floating, other.outputs)) for other in needed):
                 first |= needed

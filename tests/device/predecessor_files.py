@@ -1,14 +1,14 @@
 """Checkpoint files that onnxruntime-training 1.19.2 wrote, byte for byte.
 
-`INITIAL`, `PARAMETERS` and `WHOLE` hold the model `(x · fc.weightᵀ + fc.bias) · scale` with its mean squared error,
-made and trained for three steps of AdamW (learning rate 1e-3) on numbers of one generator:
+`INITIAL`, `PARAMETERS` and `WITH_OPTIMIZER` hold the model `(x · fc.weightᵀ + fc.bias) · scale`, before training and
+after three steps of AdamW (learning rate 1e-3) on its mean squared error. Its values and data come from one generator:
 
     rng = np.random.default_rng(0)
     weight, bias = rng.standard_normal((3, 4)), rng.standard_normal(3)      # float32, scale = [2, 3, 4]
     x, target = rng.standard_normal((5, 4)), rng.standard_normal((5, 3))    # float32
 
-`PARAMETERS` was saved without, `WHOLE` with the optimizer's state. `EXTERNAL` is the first of the two files of a model
-of 1.9 GB; the second is left out.
+`PARAMETERS` has no optimizer state, `WITH_OPTIMIZER` has it. `EXTERNAL` is the first of the two files of a model of
+1.9 GB; the second file is not included.
 """
 
 import base64
@@ -68,7 +68,7 @@ PARAMETERS = _unpack(
     "EM@=zV~bLK"
 )
 
-WHOLE = _unpack(
+WITH_OPTIMIZER = _unpack(
     "c-j+TU|{ff3329O5MdBt;9=lkU;&a03@ShjqHi!UFaQw)BM?7f00AzzIxeUh0U#EEs*!=xQ-GKmh)aOj18QE)-~azPpn5=Z8HZN_"
     "O<`cj%P&a<nS9{?|NsB~LjVg@O<rm`&@PbMSQtQh*%=T3q=prUQw#EwGk`P)*kurPV894b12QKmGo9fN(0&Gn20Iq0-lWuGkn@0g"
     "WEdpCwm|$Y0o4No`9jTBAU}e_L530HUp634FUl`1FkoN^`3LbAOic$gJUD?kEm^NTH8VW}WYH?1{Q}VNu>s-$AO>n@Sn%D;`lGgt"

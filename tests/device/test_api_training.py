@@ -234,7 +234,7 @@ def test_a_training_of_onnxruntime_training_is_resumed(tmp_path: Path) -> None:
     _, module, optimizer = old.load(predecessor_files.INITIAL)
     old.check(old.steps(module, optimizer, 5))
 
-    state, module, optimizer = old.load(predecessor_files.WHOLE)
+    state, module, optimizer = old.load(predecessor_files.WITH_OPTIMIZER)
     assert optimizer.step_count == 3
     old.check(old.steps(module, optimizer, 2), after=3)
     assert dict(state.properties)["epoch"] == 7

@@ -165,7 +165,7 @@ def test_the_predecessors_parameters_are_read(tmp_path: Path) -> None:
 def test_the_predecessors_moments_are_those_of_its_three_steps(tmp_path: Path) -> None:
     """Both moments, recomputed from the gradients in float64: so they are not mixed up."""
     exact = predecessor_files.in_float64(3)
-    read = _read(tmp_path, predecessor_files.WHOLE)
+    read = _read(tmp_path, predecessor_files.WITH_OPTIMIZER)
     assert read.step == 3
     assert_matches_float64(read.optimizer["first_order_moment"], exact.first_order_moment, "first moment")
     assert_matches_float64(read.optimizer["second_order_moment"], exact.second_order_moment, "second moment")
@@ -173,7 +173,7 @@ def test_the_predecessors_moments_are_those_of_its_three_steps(tmp_path: Path) -
 
 
 def test_the_predecessors_properties_are_read(tmp_path: Path) -> None:
-    for content in (predecessor_files.PARAMETERS, predecessor_files.WHOLE):
+    for content in (predecessor_files.PARAMETERS, predecessor_files.WITH_OPTIMIZER):
         properties = _read(tmp_path, content).properties
         assert properties == {"epoch": 7, "best": 0.25, "note": "hé", "big": 2**40, "neg": -2}
 
@@ -241,7 +241,7 @@ def test_a_small_file_of_the_predecessor_does_not_become_a_large_model(tmp_path:
         _read(tmp_path, bytes(builder.Output()))
 
 
-@pytest.mark.parametrize("name", ["WHOLE", "NOMINAL", "EXTERNAL"])
+@pytest.mark.parametrize("name", ["WITH_OPTIMIZER", "NOMINAL", "EXTERNAL"])
 def test_a_damaged_file_of_the_predecessor_leads_to_no_other_error(name: str, tmp_path: Path) -> None:
     content = getattr(predecessor_files, name)
     rng = np.random.default_rng(0)

@@ -85,7 +85,7 @@ def folder(tmp_path: Path) -> Path:
     save(EVALUATION, tmp_path / "eval_model.onnx")
     save(optimizer_graph(UPDATE), tmp_path / "optimizer_model.onnx")
     (tmp_path / "checkpoint").write_bytes(predecessor_files.INITIAL)
-    (tmp_path / "after").write_bytes(predecessor_files.WHOLE)
+    (tmp_path / "after").write_bytes(predecessor_files.WITH_OPTIMIZER)
     return tmp_path
 
 

@@ -125,11 +125,11 @@ def test_the_host_does_not_know_what_was_changed_on_the_device() -> None:
 
 
 def test_host_values_are_dropped_with_the_batch() -> None:
-    count = len(host_batch._known)
+    count = len(host_batch._host_copies)
     batch = to_device(torch.arange(6), "meta")
-    assert len(host_batch._known) == count + 1
+    assert len(host_batch._host_copies) == count + 1
     del batch
-    assert len(host_batch._known) == count
+    assert len(host_batch._host_copies) == count
 
 
 def test_copies_to_a_gpu_are_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def test_a_node_has_the_entry_of_its_op() -> None:
     set_type(x, TensorType(ir.DataType.FLOAT, (3,)))
     op = builder(ir.Graph([x], [], nodes=[], opset_imports={"": OPSET}))
     nodes = [f(x, x).producer() for f in (op.Add, op.Sub, op.Mul)]
-    assert [numbers.of(node) for node in nodes] == [1, 2, None]
+    assert [numbers.entry(node) for node in nodes] == [1, 2, None]
     assert numbers.entries == {("", "Add"): 1, ("", "Sub"): 2}
 
 

@@ -173,7 +173,7 @@ def _global_value(module: str, name: str, fingerprints: Callable[[], Fingerprint
     except (KeyError, TypeError) as error:
         raise NotStorableError(f"{module} has no {name}") from error
     try:
-        return digest(fingerprints().of(value))
+        return digest(fingerprints().fingerprint(value))
     except NotStorableError as error:
         raise NotStorableError(f"the global {name} of {module}: {error}") from error
 

@@ -104,7 +104,7 @@ class Fingerprints:
         self._objects: dict[int, tuple[int, object]] = {}  # keeps the objects alive, so that no id is reused
         self._classes: set[type] = set()
 
-    def of(self, value: object, depth: int = 0) -> Hashable:
+    def fingerprint(self, value: object, depth: int = 0) -> Hashable:
         """Return the fingerprint of any object.
 
         Raises:
@@ -117,7 +117,7 @@ class Fingerprints:
         if isinstance(value, _TORCH_VALUE_TYPES):
             return "torch", str(value)
         if isinstance(value, Identity):
-            return self.of(value.value, depth)
+            return self.fingerprint(value.value, depth)
         if id(value) in self._modules:
             return "module", self._modules[id(value)]
         if depth > _MAX_DEPTH:
@@ -129,17 +129,17 @@ class Fingerprints:
 
     def _of_kind(self, value: object, depth: int) -> Hashable:
         if isinstance(value, type):
-            return self.of_class(value, depth)
+            return self.fingerprint_class(value, depth)
         for kind, fingerprint in _FINGERPRINT_OF_TYPE.items():
             if isinstance(value, kind):
                 return fingerprint(self, value, depth)
         if type(value).__module__ in ("typing", "types") or isinstance(value, types.GenericAlias | types.UnionType):
             return "typing", _without_addresses(value)
         if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):  # of functools.lru_cache
-            return type(value).__name__, self.of(wrapped, depth)
+            return type(value).__name__, self.fingerprint(wrapped, depth)
         return self._object(value, depth)
 
-    def of_class(self, kind: type, depth: int = 0) -> Hashable:
+    def fingerprint_class(self, kind: type, depth: int = 0) -> Hashable:
         """Return the name of a class and, unless it is known by version, the members of it and its bases."""
         bases = (base for base in kind.__mro__ if not _is_known(base))
         return _name(kind), *((_name(base), *self._members(base, depth)) for base in bases)
@@ -162,7 +162,7 @@ class Fingerprints:
         made it is compared, and the attributes that forward reads from a module's class are checked separately.
         """
         try:
-            return self.of(value, depth + 1)
+            return self.fingerprint(value, depth + 1)
         except NotStorableError:
             if not is_installed:
                 raise
@@ -173,7 +173,13 @@ class Fingerprints:
         if is_known_by_version(function.__code__.co_filename):
             return "function", name, self._cells(function, depth)
         defaults = (function.__defaults__, function.__kwdefaults__)
-        return "function", name, of_code(function.__code__), self.of(defaults, depth), self._cells(function, depth)
+        return (
+            "function",
+            name,
+            fingerprint_code(function.__code__),
+            self.fingerprint(defaults, depth),
+            self._cells(function, depth),
+        )
 
     def _cells(self, function: types.FunctionType, depth: int) -> Hashable:
         """Return the fingerprints of a closure: a library's wrapper holds the wrapped function there."""
@@ -189,7 +195,7 @@ class Fingerprints:
     def _object(self, value: object, depth: int) -> Hashable:
         if isinstance(value, torch.Tensor | torch.nn.Module | torch.Generator) or not hasattr(value, "__dict__"):
             raise NotStorableError(f"forward may read a {_name(type(value))}, which exists in this process only")
-        return "object", self.of_class(type(value), depth), self.of(vars(value), depth)
+        return "object", self.fingerprint_class(type(value), depth), self.fingerprint(vars(value), depth)
 
     def _container(self, value: Any, depth: int) -> Hashable:
         if len(value) > _MAX_ELEMENTS:
@@ -198,31 +204,35 @@ class Fingerprints:
             )
         kind = _name(type(value))
         if isinstance(value, dict):
-            parts: Any = [(self.of(k, depth), self.of(v, depth)) for k, v in value.items()]
+            parts: Any = [(self.fingerprint(k, depth), self.fingerprint(v, depth)) for k, v in value.items()]
         else:
             ordered = sorted(value, key=_sort_key) if isinstance(value, set | frozenset) else value
-            parts = [self.of(part, depth) for part in ordered]
-        return kind, tuple(parts), self.of(getattr(value, "__dict__", None), depth)
+            parts = [self.fingerprint(part, depth) for part in ordered]
+        return kind, tuple(parts), self.fingerprint(getattr(value, "__dict__", None), depth)
 
 
 _FINGERPRINT_OF_TYPE: Mapping[Any, Callable[[Fingerprints, Any, int], Hashable]] = {
     types.FunctionType: Fingerprints.function,
-    types.MethodType: lambda f, v, depth: ("method", f.of(v.__func__, depth), f.of(v.__self__, depth)),
-    functools.partial: lambda f, v, depth: ("partial", f.of((v.func, v.args, v.keywords), depth)),
-    property: lambda f, v, depth: ("property", f.of((v.fget, v.fset), depth)),
-    functools.cached_property: lambda f, v, depth: ("cached_property", f.of(v.func, depth)),
-    staticmethod: lambda f, v, depth: ("staticmethod", f.of(v.__func__, depth)),
-    classmethod: lambda f, v, depth: ("classmethod", f.of(v.__func__, depth)),
+    types.MethodType: lambda f, v, depth: (
+        "method",
+        f.fingerprint(v.__func__, depth),
+        f.fingerprint(v.__self__, depth),
+    ),
+    functools.partial: lambda f, v, depth: ("partial", f.fingerprint((v.func, v.args, v.keywords), depth)),
+    property: lambda f, v, depth: ("property", f.fingerprint((v.fget, v.fset), depth)),
+    functools.cached_property: lambda f, v, depth: ("cached_property", f.fingerprint(v.func, depth)),
+    staticmethod: lambda f, v, depth: ("staticmethod", f.fingerprint(v.__func__, depth)),
+    classmethod: lambda f, v, depth: ("classmethod", f.fingerprint(v.__func__, depth)),
     _BUILT_IN_TYPES: lambda f, v, depth: ("built in", type(v).__name__, _without_addresses(v)),
     types.ModuleType: lambda f, v, depth: ("Python module", v.__name__),
-    contextvars.ContextVar: lambda f, v, depth: ("context variable", v.name, f.of(v.get(None), depth)),
+    contextvars.ContextVar: lambda f, v, depth: ("context variable", v.name, f.fingerprint(v.get(None), depth)),
     logging.Logger: lambda f, v, depth: ("logger", v.name),
     (list, tuple, dict, set, frozenset): Fingerprints._container,
     types.MappingProxyType: lambda f, v, depth: f._container(dict(v), depth),
 }
 
 
-def of_code(code: types.CodeType) -> str:
+def fingerprint_code(code: types.CodeType) -> str:
     """Return the hash of a code object and the code nested in it, without line numbers."""
     hasher = hashlib.sha256()
     _hash_code(code, hasher.update)

@@ -61,8 +61,8 @@ class GatheredParameters(LocalTensors):
         if missing:
             shard = torch.cat([shard, shard.new_zeros((missing, *shard.shape[1:]))])
         pending = torch.ops.onnxtrain.gather_parameter(shard, group.size, group.rank, group.name)
-        whole: torch.Tensor = OPERATORS.wait_collective(pending, shard)
-        return whole if whole.shape[0] == rows else whole.narrow(0, 0, rows)
+        padded: torch.Tensor = OPERATORS.wait_collective(pending, shard)
+        return padded if padded.shape[0] == rows else padded.narrow(0, 0, rows)
 
 
 def sharded_parameters(module: torch.nn.Module) -> GatheredParameters | ShardedParameters:
@@ -83,9 +83,9 @@ def _group_of(module: torch.nn.Module) -> Group:
     groups: dict[str, Group] = {}
     for name, tensor in module.named_parameters():
         if is_sharded(tensor):
-            group = Group.of(tensor.device_mesh)  # type: ignore[attr-defined]  # of a DTensor
+            group = Group.from_mesh(tensor.device_mesh)  # type: ignore[attr-defined]  # of a DTensor
             groups[group.name] = group
-            layout = Layout.of(tensor.placements[0], tensor.dim())  # type: ignore[attr-defined]
+            layout = Layout.from_placement(tensor.placements[0], tensor.dim())  # type: ignore[attr-defined]
             if layout != Layout("sharded", 0):
                 raise _refused("a parameter is sharded otherwise", name, "Shard(0)", str(layout))
         elif tensor.requires_grad:

@@ -49,7 +49,7 @@ class Group:
     rank: int
 
     @staticmethod
-    def of(mesh: Any) -> Group:
+    def from_mesh(mesh: Any) -> Group:
         """Return the group of a mesh.
 
         Raises:
@@ -78,7 +78,7 @@ class Layout:
     axis: int = -1
 
     @staticmethod
-    def of(placement: Any, rank: int) -> Layout:
+    def from_placement(placement: Any, rank: int) -> Layout:
         """Return the layout of a tensor with this number of dimensions.
 
         Raises:
@@ -132,8 +132,8 @@ def sharding_of(tensor: torch.Tensor) -> tuple[Layout, Group]:
     Raises:
         CaptureError: a graph does not support them.
     """
-    group = Group.of(tensor.device_mesh)  # type: ignore[attr-defined]  # of a DTensor
-    layout = Layout.of(tensor.placements[0], tensor.dim())  # type: ignore[attr-defined]
+    group = Group.from_mesh(tensor.device_mesh)  # type: ignore[attr-defined]  # of a DTensor
+    layout = Layout.from_placement(tensor.placements[0], tensor.dim())  # type: ignore[attr-defined]
     if layout.kind == "partial" or (layout.kind == "sharded" and tensor.shape[layout.axis] % group.size):
         raise CaptureError(
             "a DTensor parameter is laid out as a graph does not support",

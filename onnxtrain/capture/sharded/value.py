@@ -100,10 +100,10 @@ class ShardedValue:
     def from_local(
         local: torch.Tensor, device_mesh: Any = None, placements: Any = None, *, grad_placements: Any = None, **_: Any
     ) -> ShardedValue:
-        group = Group.of(device_mesh)
+        group = Group.from_mesh(device_mesh)
         if placements is None or grad_placements is not None:
             raise refuse("DTensor.from_local is called without placements, or with grad_placements")
-        return ShardedValue(group, Layout.of(placements[0], local.dim()), local)
+        return ShardedValue(group, Layout.from_placement(placements[0], local.dim()), local)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         if grad_placements is not None:
@@ -116,7 +116,7 @@ class ShardedValue:
     def redistribute(self, device_mesh: Any = None, placements: Any = None, *, async_op: bool = False) -> ShardedValue:
         if device_mesh is not None and device_mesh != self.group.mesh:
             raise refuse("a DTensor is redistributed to another mesh", str(self.group.mesh), str(device_mesh))
-        return self.redistributed(Layout.of(placements[0], self.ndim))
+        return self.redistributed(Layout.from_placement(placements[0], self.ndim))
 
     def redistributed(self, target: Layout) -> ShardedValue:
         """Return the value in another layout."""

@@ -190,11 +190,11 @@ class CaptureCache:
         parts = [
             versions(),
             _devices(),
-            fingerprints.of(environment()),
-            fingerprints.of([tensor_facts(tensor) for tensor in tensors]),
+            fingerprints.fingerprint(environment()),
+            fingerprints.fingerprint([tensor_facts(tensor) for tensor in tensors]),
             (_tree_fingerprint(fingerprints, structure.tree), structure.names, structure.shared),
             sorted(fixed_sizes),
-            fingerprints.of(run),
+            fingerprints.fingerprint(run),
             [_module_fingerprint(fingerprints, path, module) for path, module in submodules(self._module)],
         ]
         return digest(parts)
@@ -207,21 +207,21 @@ def _module_fingerprint(fingerprints: Fingerprints, path: str, module: torch.nn.
     tensors = [
         (name, None if t is None else tensor_facts(t), None if t is None else tuple(t.shape)) for name, t in named
     ]
-    return path, fingerprints.of_class(type(module)), fingerprints.of(tensors), module.training
+    return path, fingerprints.fingerprint_class(type(module)), fingerprints.fingerprint(tensors), module.training
 
 
 def _fact_fingerprint(fingerprints: Fingerprints, path: tuple[str, str], key: Any) -> Any:
     if path[0].endswith("hooks"):
         raise NotStorableError(f"{path[1]} has hooks")
-    return fingerprints.of(key)
+    return fingerprints.fingerprint(key)
 
 
 def _tree_fingerprint(fingerprints: Fingerprints, tree: Tree) -> Any:
     if isinstance(tree, Node):
         children = [_tree_fingerprint(fingerprints, child) for child in tree.children]
-        return fingerprints.of_class(tree.type), fingerprints.of(tree.key), children
+        return fingerprints.fingerprint_class(tree.type), fingerprints.fingerprint(tree.key), children
     if isinstance(tree, Constant):
-        return fingerprints.of(tree.key)
+        return fingerprints.fingerprint(tree.key)
     return tree.kind, tree.index
 
 

@@ -92,7 +92,7 @@ class _Function:
         self._work += count
 
     def emit(self, node: ir.Node) -> None:
-        emitter = CPP.of(node)
+        emitter = CPP.entry(node)
         if emitter is None:
             raise UnsupportedError(f"{node.op_type} has no emitter")
         inputs = [self._array(value) for value in node.inputs if value is not None]

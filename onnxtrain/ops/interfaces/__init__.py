@@ -4,7 +4,7 @@
 
     IMAGES.register(CONV, Images(frozenset({"x", "y"})))  # in the op's file, after its definition
 
-    images = IMAGES.of(node)  # in the consumer, such as a pass; None: its op has no entry
+    images = IMAGES.entry(node)  # in the consumer, such as a pass; None: its op has no entry
 
 A definition holds the meaning of an op. A pass that needs to know more brings an interface: a module here with the type
 of an entry, beside which each op that takes part registers its own. Ops and consumers import the interface, so that ops
@@ -78,7 +78,7 @@ class OpInterface(Generic[T]):
 
         return register
 
-    def of(self, node: ir.Node) -> T | None:
+    def entry(self, node: ir.Node) -> T | None:
         """Return the entry of a node's op, or None."""
         return self._entries.get((node.domain, node.op_type))
 
@@ -96,4 +96,4 @@ class OpSet(OpInterface[bool]):
             self.register(op, True)
 
     def __contains__(self, node: ir.Node) -> bool:
-        return self.of(node) is not None
+        return self.entry(node) is not None

@@ -17,7 +17,7 @@ FLOPS = OpInterface[Callable[[NodeView], Size]]("floating-point operations")
 
 def flops_of(node: ir.Node) -> Size:
     """Return the floating-point operations of a node: without an entry, one per element of its first output."""
-    count = FLOPS.of(node)
+    count = FLOPS.entry(node)
     return numel(node.outputs[0]) if count is None else count(view(node))
 
 

@@ -17,5 +17,5 @@ STOCK_KERNELS = OpInterface[Callable[[NodeView], bool]]("stock onnxruntime's ker
 
 def has_stock_kernel(node: ir.Node) -> bool:
     """Return whether stock onnxruntime's kernel may run a node instead of the body."""
-    condition = STOCK_KERNELS.of(node)
+    condition = STOCK_KERNELS.entry(node)
     return node.domain == ONNX if condition is None else condition(view(node))
