@@ -1,15 +1,17 @@
 """Time training steps of eager PyTorch, onnxtrain and torch.compile, and print the results. Nothing is asserted.
 
-Usage: python -m benchmarks [--only NAME ...] [--no-compile] [--quick] [--rounds N] [--repeats N] [--write]
+Usage: python -m benchmarks [--only NAME ...] [--no-compile] [--quick] [--rounds N] [--minutes N] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from rich.console import Console
 from benchmarks import background_compilation, processes, results, tables
 from benchmarks.chart import speed_chart
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MLP
-from benchmarks.gpu_workloads import GPU_WORKLOADS
+from benchmarks.gpu_workloads import GPU_GROUPS
 from benchmarks.machine import Machine, describe_machine, measured_commit
 from benchmarks.op_times import OpTime
 from benchmarks.other_programs import MAX_OTHERS_CORES, wait_and_count
@@ -33,10 +35,14 @@ from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
 
 _BACKGROUND = "background"
-_GROUPS = {"cpu": (*CPU_WORKLOADS, _BACKGROUND), "gpu": tuple(GPU_WORKLOADS)}
+_GROUPS = {
+    "cpu": (*CPU_WORKLOADS, _BACKGROUND),
+    **{group: tuple(workload.name for workload in workloads) for group, workloads in GPU_GROUPS.items()},
+}
 _NAMES = (*WORKLOADS, _BACKGROUND)
 _QUICK_ROUNDS = 3
 _REPEATS = 5  # the import of onnxtrain alone takes 0.47 to 0.78 s on a virtual processor, from minute to minute
+_GPU_MINUTES = 6.5  # a workload of the group "gpu" takes about a minute: with the last one, all end within eight
 _WIDTH = 150  # of tables, if the output is not a terminal
 
 
@@ -53,6 +59,7 @@ class Plan:
     command: str
     pages: Path | None  # the folder to write the page to; None: do not write it
     loaded: bool
+    minutes: float  # after which no workload is begun
 
 
 def parse(arguments: Sequence[str]) -> Plan:
@@ -64,7 +71,7 @@ def parse(arguments: Sequence[str]) -> Plan:
         nargs="*",
         choices=(*_GROUPS, *_NAMES),
         default=["cpu", "gpu"],
-        help="workloads to measure (default: all; without names: none)",
+        help="workloads to measure (default: cpu and gpu; without names: none)",
     )
     usual = "those without fused regions"
     add("--variants", nargs="+", choices=tuple(VARIANTS), default=USUAL, help=f"variants to time (default: {usual})")
@@ -86,7 +93,11 @@ def parse(arguments: Sequence[str]) -> Plan:
         action="store_true",
         help="measure even if other programs are busy; the figures are marked as disturbed",
     )
+    minutes = f"begin no workload after so many minutes (default: no limit; with --only gpu {_GPU_MINUTES:g})"
+    add("--minutes", type=float, help=minutes)
     options = parser.parse_args(arguments)
+    if options.minutes is None:
+        options.minutes = _GPU_MINUTES if options.only == ["gpu"] else math.inf
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds: expected 1 or more, got {options.rounds}")
     if options.repeats is not None and options.repeats < 0:
@@ -103,6 +114,7 @@ def parse(arguments: Sequence[str]) -> Plan:
         command=" ".join(("python -m benchmarks", *arguments)),
         pages=options.write,
         loaded=options.loaded,
+        minutes=options.minutes,
     )
 
 
@@ -135,11 +147,12 @@ class Run:
         variants = [name for name in variants_of(workload) if name in self._plan.variants]
         firsts: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
         inductor = []
-        if self._plan.warm and not self._read_files:  # a first process fills the page cache
+        repeats = self._plan.repeats if workload.first_steps else 0
+        if repeats and self._plan.warm and not self._read_files:  # a first process fills the page cache
             self._watch.doing("a first process, not counted")
             processes.run("benchmarks.first_step", [MLP.name, ONNXTRAIN], self._caches.empty(), self._watch.doing)
             self._read_files = True
-        for repeat in range(0 if workload.cold else self._plan.repeats):
+        for repeat in range(0 if workload.cold else repeats):
             for name in variants:
                 if repeat and name not in (EAGER, *OWN):  # first steps of the others have no goal, and may take minutes
                     continue
@@ -162,6 +175,7 @@ class Run:
             gemm_flops=values["gemm_flops"],
             gemm_fraction=values["gemm_fraction"],
             peak_flops=values["peak_flops"],
+            log=tuple(values["log"]),
             steps_per_round=values["steps_per_round"],
         )
 
@@ -191,10 +205,19 @@ def show(result: Measured | BackgroundCompilation) -> list[tables.Rows]:
     return [tables.workload_rows(WORKLOADS[result.workload], result), *([op_times] if op_times else [])]
 
 
+def _device(name: str) -> str:
+    return "cpu" if name == _BACKGROUND else WORKLOADS[name].device
+
+
 def write_all(plan: Plan, console: Console) -> None:
     """Write table, chart and page of all results in the folder, including those of earlier runs."""
     stored = results.read(plan.folder, _NAMES)
-    measured = [(WORKLOADS[result.workload], result) for result in stored if isinstance(result, Measured)]
+    rehearsals = _GROUPS["gpu-rehearsal"]
+    measured = [
+        (WORKLOADS[result.workload], result)
+        for result in stored
+        if isinstance(result, Measured) and result.workload not in rehearsals
+    ]
     with (plan.folder / "table.txt").open("w", encoding="utf-8") as file:
         text = Console(file=file, width=_WIDTH)
         for result in stored:
@@ -212,7 +235,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     machine = describe_machine()
     console.print(tables.machine_table(machine, plan.command), highlight=False)
-    names = [name for name in plan.names if name not in GPU_WORKLOADS or torch.cuda.is_available()]
+    names = [name for name in plan.names if _device(name) == "cpu" or torch.cuda.is_available()]
     if len(names) < len(plan.names):
         skipped = ", ".join(name for name in plan.names if name not in names)
         console.print(f"No GPU found; not measured: {skipped}.", highlight=False)
@@ -223,7 +246,11 @@ def main(arguments: Sequence[str]) -> int:
             return 2
     with tempfile.TemporaryDirectory() as scratch, Watch(console, len(names)) as watch:
         run = Run(plan, machine, Path(scratch), watch)
+        started = time.monotonic()
         for name in names:
+            if time.monotonic() - started > 60 * plan.minutes:
+                console.print(f"Not begun, for --minutes {plan.minutes:g}: {name}.", highlight=False)
+                continue
             result = run.measure(name)
             results.write(result, plan.folder)
             for rows in show(result):

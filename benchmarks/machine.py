@@ -16,7 +16,7 @@ _PACKAGES = ("torch", "onnxtrain", "transformers", "onnx", "onnx-ir")
 
 @dataclass(frozen=True)
 class Machine:
-    """Processor, threads and versions, which timings depend on."""
+    """Processor, GPU, threads and versions, which timings depend on."""
 
     processor: str
     processors: int
@@ -25,11 +25,13 @@ class Machine:
     memory_gib: float
     load: float  # the load average of the last minute
     versions: tuple[tuple[str, str], ...]
+    gpu: str = ""
 
     def lines(self) -> tuple[tuple[str, str], ...]:
         """Return the description as pairs of a name and a value."""
         return (
             ("processor", f"{self.processor}, {self.processors} usable, {self.threads} threads in PyTorch"),
+            *([("GPU", self.gpu)] if self.gpu else []),
             ("memory", f"{self.memory_gib:.1f} GiB"),
             ("system", self.system),
             ("load before the run", f"{self.load:.2f}"),
@@ -47,6 +49,7 @@ def describe_machine() -> Machine:
         memory_gib=_memory_bytes() / 2**30,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan"),
         versions=(("Python", platform.python_version()), *_versions()),
+        gpu=_gpu(),
     )
 
 
@@ -68,6 +71,14 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _gpu() -> str:
+    """Return name and memory of the GPU, and the version of CUDA; "" without a GPU."""
+    if not torch.cuda.is_available():
+        return ""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
 
 
 def _memory_bytes() -> int:

@@ -57,6 +57,10 @@ class Rounds:
         return statistics.median(self.rounds_s)
 
     @property
+    def quartiles_s(self) -> Quartiles:
+        return quartiles(self.rounds_s)
+
+    @property
     def total_s(self) -> float:
         return sum(self.rounds_s)
 
@@ -97,6 +101,7 @@ class Measured:
         gemm_flops: the FLOPs of these GEMMs and convolutions.
         gemm_fraction: the fraction of these FLOPs that onnxtrain's step has: it skips dead rows.
         peak_flops: the processor's peak FLOP/s, the median of all rounds; None if unknown.
+        log: what onnxtrain logged about programs of Inductor and CUDA graphs.
     """
 
     workload: str
@@ -109,6 +114,7 @@ class Measured:
     gemm_flops: int = 0
     gemm_fraction: float = 1.0
     peak_flops: float | None = None
+    log: tuple[str, ...] = ()
 
     def timed(self, variant: str) -> Timed | None:
         return next((timed for timed in self.variants if timed.variant == variant), None)

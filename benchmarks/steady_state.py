@@ -9,13 +9,16 @@ another variant evicts all code and data from the caches, which costs up to half
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import logging
 import math
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -27,9 +30,10 @@ from benchmarks.other_programs import OtherPrograms
 from benchmarks.peak_flops import peak_flops
 from benchmarks.peak_memory import peak_bytes
 from benchmarks.processes import Tell
-from benchmarks.variants import EAGER, ONNXTRAIN, OWN, Stepper, make_batches, make_model
+from benchmarks.variants import EAGER, INDUCTOR, ONNXTRAIN, OWN, Stepper, make_batches, make_model
 from benchmarks.workload import Batch, Workload
 from benchmarks.workloads import WORKLOADS
+from onnxtrain.execute.inductor_program.program import MAKES_PROGRAMS
 
 # Enough steps after the last compilation to time each of four candidate kernels four times, and to compare C++ programs
 # and fused regions.
@@ -38,8 +42,8 @@ _MIN_WARM_UP_S = 4.0
 _WARM_UP_OF_OTHERS = 5  # steps of the variants that do not tune themselves
 _MAX_WARM_UP_OF_OTHERS_S = 60.0  # after which their warm-up ends
 _COMMON_STEPS = 1 + _WARM_UP_OF_OTHERS  # steps in which all variants see the same batches
-_MAX_WARM_UP_S = 900.0  # compiling a fused region takes about 6 s of a core, and a model may have ten
 _POLL_S = 0.2
+_LOGGED = ("Inductor", "cuda_graphs", "CUDA graph")
 _SHOW_EVERY_S = 1.0
 _MIN_ROUND_S = 0.01
 # No round starts after this time: eager under autocast to bfloat16 takes 35 s a step on a processor without
@@ -60,13 +64,17 @@ def measure(
         eager = Stepper(workload, EAGER, model)
         gemms = Gemms(lambda: eager.step(batches[0]))
     steppers: dict[str, Stepper] = {}
+    log: list[str] = []
     if not workload.cold:
-        for variant in variants:
-            tell(f"preparing {variant}")
-            steppers[variant] = Stepper(workload, variant, model)
-            steppers[variant].step(batches[0])
-        if warm:
-            warm_up(steppers, batches, tell)
+        with _logged() as log:
+            for variant in variants:
+                tell(f"preparing {variant}")
+                steppers[variant] = Stepper(workload, variant, model)
+                # Inductor compiles whole programs while the variants after this one are prepared.
+                for number in range(_MIN_WARM_UP if warm and variant == INDUCTOR else 1):
+                    steppers[variant].step(batches[max(number - 1, 0) % len(batches)])
+            if warm:
+                warm_up(steppers, batches, tell, workload.max_warm_up_s)
     steps = _steps_per_round(steppers, batches)
     others = OtherPrograms()
     times = _timed(workload, variants, model, steppers, batches, rounds, steps, gemms, tell)
@@ -99,6 +107,7 @@ def measure(
         "gemm_fraction": _gemm_fraction(steppers, batches[0], gemms) if gemms else 1.0,
         "peak_flops": statistics.median(times[_PEAK]) if times[_PEAK] else None,
         "others_cores": busy,
+        "log": log,
     }
 
 
@@ -171,12 +180,12 @@ def _steps_per_round(steppers: dict[str, Stepper], batches: Sequence[Batch]) -> 
     return math.ceil(_MIN_ROUND_S / fastest)
 
 
-def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell) -> None:
+def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell, most_s: float) -> None:
     """Run steps until onnxtrain has chosen its kernels and its background compilation is done."""
     tell("warming up")
     started = time.monotonic()
     count = since_compiling = 0
-    while (taken := time.monotonic() - started) < _MAX_WARM_UP_S:
+    while (taken := time.monotonic() - started) < most_s:
         since_compiling = 0 if is_compiling() else since_compiling + 1
         if since_compiling == 0 and count > _MIN_WARM_UP:  # by now all compilations have been requested
             time.sleep(_POLL_S)
@@ -190,8 +199,32 @@ def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell) 
         count += 1
 
 
+@contextlib.contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Collect what onnxtrain logs about Inductor and CUDA graphs: the programs that they run, and why no others."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if any(word in text for word in _LOGGED) and text not in lines:
+                lines.append(text)
+
+    logger, handler = logging.getLogger("onnxtrain"), Handler(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
 def is_compiling() -> bool:
-    """Return whether a child of this process, such as a compiler, is running."""
+    """Return whether a child of this process, such as a compiler, or a thread that makes programs is running."""
+    if any(thread.name.startswith(MAKES_PROGRAMS) for thread in threading.enumerate()):
+        return True
     for child in psutil.Process().children(recursive=True):
         try:
             if child.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED):

@@ -76,13 +76,19 @@ def workload_rows(workload: Workload, measured: Measured) -> Rows:
         row = (
             timed.variant,
             "" if timed.first_median_s is None else f"{timed.first_median_s:.2f} s",
-            duration(timed.median_s),
+            _with_quartiles(timed),
             f"{measured.items / timed.total_s:,.0f}",
             f"{timed.peak_bytes / 2**20:,.1f} MiB",
             "" if share is None else f"{share:.0%}",
         )
         rows.append((*row, *_compared(workload, ours, timed)))
     return Rows(workload.title, header, tuple(rows), tuple(_notes(workload, measured)))
+
+
+def _with_quartiles(timed: Timed) -> str:
+    """Format the median of a step and its quartiles."""
+    low, middle, high = timed.quartiles_s
+    return f"{duration(middle)} ({duration(low)} – {duration(high)})"
 
 
 def _compared(workload: Workload, ours: Timed | None, timed: Timed) -> tuple[str, str, str]:
@@ -134,6 +140,7 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
     common = min(len(timed.losses) for timed in measured.variants)
     losses = ", ".join(f"{timed.variant} {timed.losses[common - 1]:.3f}" for timed in measured.variants)
     yield f"Loss of step {common}: {losses}."
+    yield from measured.log
     yield _beside(measured.circumstances)
 
 

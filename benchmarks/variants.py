@@ -24,6 +24,8 @@ ONEDNN = "eager, oneDNN Linears"
 ONNXTRAIN = "onnxtrain"
 REGIONS = "onnxtrain, regions"
 ALL_REGIONS = "onnxtrain, all regions"
+INDUCTOR = "onnxtrain, Inductor"
+CUDA_GRAPHS = "onnxtrain, CUDA graphs"
 COMPILE = "torch.compile"
 COMPILE_DYNAMIC = "torch.compile dynamic"
 
@@ -103,18 +105,22 @@ VARIANTS: dict[str, Prepare] = {
     ONNXTRAIN: _onnxtrain,
     REGIONS: functools.partial(_onnxtrain, kernels="fused"),
     ALL_REGIONS: functools.partial(_onnxtrain, kernels="fused-all"),
+    INDUCTOR: functools.partial(_onnxtrain, kernels="inductor"),
+    CUDA_GRAPHS: functools.partial(_onnxtrain, cuda_graphs=True),
     COMPILE: _compile,
     COMPILE_DYNAMIC: _compile_dynamic,
 }
 COMPILING = (COMPILE, COMPILE_DYNAMIC)
-OWN = (ONNXTRAIN, REGIONS, ALL_REGIONS)  # those that tune themselves while they run
-USUAL = (EAGER, ONEDNN, ONNXTRAIN, *COMPILING)  # those that are timed by default
+OWN = (ONNXTRAIN, REGIONS, ALL_REGIONS, INDUCTOR, CUDA_GRAPHS)  # those that tune themselves while they run
+USUAL = (EAGER, ONEDNN, ONNXTRAIN, INDUCTOR, CUDA_GRAPHS, *COMPILING)  # those that are timed by default
 
 
 def variants_of(workload: Workload) -> tuple[str, ...]:
-    """Return the variants that can run a workload: oneDNN runs on CPUs only, and with bfloat16 only on some."""
+    """Return the variants of a workload; if it names none, those of a CPU. oneDNN has bfloat16 only on some."""
+    if workload.variants:
+        return workload.variants
     onednn = workload.device == "cpu" and (not workload.narrow or onednn_has_bfloat16())
-    return tuple(name for name in VARIANTS if onednn or name != ONEDNN)
+    return tuple(name for name in VARIANTS if name not in (INDUCTOR, CUDA_GRAPHS) and (onednn or name != ONEDNN))
 
 
 def onednn_has_bfloat16() -> bool:

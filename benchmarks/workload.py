@@ -39,6 +39,9 @@ class Workload:
         optimized: whether a step includes the optimizer.
         device: "cpu" or "cuda".
         narrow: whether it runs under autocast to bfloat16.
+        variants: the names of the variants that run it; (): see `variants.variants_of`.
+        max_warm_up_s: after this time the warm-up ends, even if kernels are still compiled.
+        first_steps: whether first steps are measured too, each in its own process.
     """
 
     name: str
@@ -54,6 +57,9 @@ class Workload:
     optimized: bool = True
     device: str = "cpu"
     narrow: bool = False
+    variants: tuple[str, ...] = ()
+    max_warm_up_s: float = 900.0  # compiling a fused region takes about 6 s of a core, and a model may have ten
+    first_steps: bool = True
 
 
 def model_loss(forward: Forward, batch: Batch) -> torch.Tensor:

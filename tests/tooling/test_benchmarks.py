@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,14 +39,17 @@ from benchmarks import (
 from benchmarks.chart import overview_chart, speed_chart
 from benchmarks.cpu_workloads import CPU_WORKLOADS, MINILM, MLP
 from benchmarks.gemms import Gemms, matmul_flops
-from benchmarks.gpu_workloads import GPU_WORKLOADS
-from benchmarks.machine import Machine, measured_commit
+from benchmarks.gpu_workloads import GPU_GROUPS, GPU_WORKLOADS
+from benchmarks.machine import Machine, describe_machine, measured_commit
 from benchmarks.op_times import REST, OpTime, op_times
 from benchmarks.peak_memory import peak_bytes
 from benchmarks.results import BackgroundCompilation, Circumstances, Measured, Rounds, Timed, speed_over
 from benchmarks.variants import (
     COMPILE,
+    COMPILING,
+    CUDA_GRAPHS,
     EAGER,
+    INDUCTOR,
     ONEDNN,
     ONNXTRAIN,
     VARIANTS,
@@ -56,6 +61,8 @@ from benchmarks.variants import (
 )
 from benchmarks.workload import Batch, Goals, Workload
 from onnxtrain import ORTModule
+from onnxtrain.execute.inductor_program.program import MAKES_PROGRAMS
+from onnxtrain.log import LOG
 from onnxtrain.native import background as native_background
 from onnxtrain.ops.matmul import compiled_gemm
 from onnxtrain.ops.matmul.candidates import gemm_by_convolution, onednn_gemm
@@ -275,6 +282,62 @@ def test_all_models_of_a_gpu_can_be_made() -> None:
             assert all(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
 
 
+def test_a_rehearsal_has_the_workloads_of_a_gpu() -> None:
+    names = [f"{model}-{kind}" for kind in ("dense", "padded") for model in ("bert", "gpt2", "llama")]
+    for gpu, rehearsal in zip(GPU_GROUPS["gpu"], GPU_GROUPS["gpu-rehearsal"], strict=True):
+        assert (gpu.name, rehearsal.name) == (names[0], f"{names.pop(0)}-rehearsal")
+        assert (gpu.device, rehearsal.device) == ("cuda", "cpu")
+        assert variants_of(gpu) == variants_of(rehearsal)
+        assert {EAGER, ONNXTRAIN, INDUCTOR, COMPILE} <= set(variants_of(gpu))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_padding_has_no_labels(name: str) -> None:
+    batches = make_batches(GPU_WORKLOADS[f"{name}-padded-rehearsal"])
+    assert len(batches) > 1
+    for batch in batches:
+        padding = batch["attention_mask"] == 0
+        assert padding.any()
+        assert (batch["labels"][padding] == -100).all()
+        assert not batch["input_ids"][padding].any()
+        assert batch["attention_mask"].sum(1).min() >= 2
+
+
+def test_a_warm_up_ends_in_time_beside_a_thread_that_makes_programs() -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, name=f"{MAKES_PROGRAMS}a program")
+    thread.start()
+    try:
+        assert steady_state.is_compiling()
+        steady_state.warm_up({}, [{}], lambda _: None, most_s=0.3)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_what_is_logged_of_inductor_is_part_of_the_result(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm_up(*arguments: object) -> None:
+        LOG.info("%s: 1.00 ms by Inductor, 2.00 ms as it was", "forward")
+        LOG.info("captured")
+
+    monkeypatch.setattr(steady_state, "warm_up", warm_up)
+    monkeypatch.setattr(steady_state, "Gemms", lambda step: None)
+    monkeypatch.setattr(steady_state, "_PROFILED", ())
+    level = LOG.level
+    found = steady_state.measure(MLP, (EAGER, INDUCTOR), 1, lambda _: None)
+    assert found["log"] == ["forward: 1.00 ms by Inductor, 2.00 ms as it was"]
+    assert LOG.level == level
+    assert order[:25] == [EAGER, *[INDUCTOR] * 24], "its programs are compiled meanwhile"
+
+
+def test_a_machine_names_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert any(name == "GPU" and value.startswith("NVIDIA H100, 80 GiB") for name, value in describe_machine().lines())
+
+
 # -------------------------------------------------------------------------------------------------------- what is shown
 
 
@@ -297,6 +360,7 @@ def test_a_table_says_which_goals_are_met_and_which_missed() -> None:
     assert "First step +3.0 s after eager's; goal 2 s: missed" in text
     assert "Undisturbed: other programs kept 0.01 cores busy" in text
     assert "2.00 × (2.00 – 2.50)" in text
+    assert "4,000.0 ms (3,000.0 ms – 5,000.0 ms)" in text
     pairs = {ONNXTRAIN: (4.0, 5.0, 2.5), EAGER: (1.0, 1.5, 1.0)}
     more = tuple(dataclasses.replace(t, first_s=pairs.get(t.variant, t.first_s)) for t in made_up().variants)
     several = shown(tables.workload_rows(workload, dataclasses.replace(made_up(), variants=more)))
@@ -311,6 +375,16 @@ def test_the_program_refuses_to_run_beside_others(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(program, "wait_and_count", lambda: 1.5)
     monkeypatch.setattr(program.Run, "measure", lambda self, name: pytest.fail("measured"))
     assert program.main(["--only", MLP.name, "--out", str(tmp_path)]) == 2
+
+
+def test_no_workload_is_begun_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program.Run, "measure", lambda self, name: pytest.fail("measured"))
+    assert program.main(["--only", MLP.name, "--minutes", "0", "--loaded", "--out", str(tmp_path)]) == 0
+    assert f"Not begun, for --minutes 0: {MLP.name}." in capsys.readouterr().out
+    assert program.parse(["--only", "gpu"]).minutes < 8
+    assert program.parse(["--only", "gpu", "cpu"]).minutes == math.inf
 
 
 def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,7 +537,7 @@ def test_first_steps_that_have_a_goal_are_repeated(monkeypatch: pytest.MonkeyPat
     watch = SimpleNamespace(begin=lambda name: None, doing=lambda text: None)
     with pytest.raises(InterruptedError):
         program.Run(plan, QUIET.machine, tmp_path, watch).measure(MLP.name)
-    assert asked == [*plan.variants, *[EAGER, ONNXTRAIN] * 2]
+    assert asked == [EAGER, ONEDNN, ONNXTRAIN, *COMPILING, *[EAGER, ONNXTRAIN] * 2]
 
 
 def test_the_command_line_chooses() -> None:
@@ -478,6 +552,18 @@ def test_the_command_line_chooses() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ all of it
+
+
+@pytest.mark.slow
+def test_a_rehearsal_of_the_gpu_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["bert-padded-rehearsal", "gpt2-dense-rehearsal", "llama-padded-rehearsal"]
+    arguments = ["--only", *names, "--quick", "--no-compile", "--loaded", "--out", str(tmp_path)]
+    assert program.main(arguments) == 0
+    for result in results.read(tmp_path, names):
+        assert isinstance(result, Measured)
+        assert [timed.variant for timed in result.variants] == [EAGER, ONNXTRAIN, INDUCTOR, CUDA_GRAPHS]
+        assert {len(timed.rounds_s) for timed in result.variants} == {3}
+    assert "Loss of step" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat.tensors import storage_id
 
 _CALLS = 20  # of a program before it is compiled
+MAKES_PROGRAMS = "onnxtrain compiles "  # begins the names of threads that do
 _TRIALS = 10  # timed calls of the artifact and of the program
 
 
@@ -106,7 +107,8 @@ class InductorProgram:
             if self.thread is None:
                 self._run = self._ordinary
                 typical = [ArgumentSpec.from_tensor(tensor) for tensor in tensors]
-                self.thread = threading.Thread(target=self._prepare, args=(typical, sizes_in), daemon=True)
+                name = f"{MAKES_PROGRAMS}{self._program.filename}"
+                self.thread = threading.Thread(target=self._prepare, args=(typical, sizes_in), name=name, daemon=True)
                 self.thread.start()
 
     def _prepare(self, arguments: Sequence[ArgumentSpec], sizes_in: Sequence[int]) -> None:
