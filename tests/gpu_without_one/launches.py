@@ -29,12 +29,13 @@ _WAITS = frozenset({"_local_scalar_dense", "nonzero", "item", "masked_select", "
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel: its operator, the dtypes and the bytes of what it reads and writes, and their devices."""
+    """A kernel: its operator, the dtypes, shapes and bytes of what it reads and writes, and their devices."""
 
     operator: str
     reads: tuple[torch.dtype, ...]
     writes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    read_shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of what it writes
     bytes: int
     devices: frozenset[str]
 
@@ -76,6 +77,7 @@ class _Recorder(TorchDispatchMode):
                     name,
                     tuple(t.dtype for t in reads),
                     tuple(t.dtype for t in writes),
+                    tuple(tuple(t.shape) for t in reads),
                     tuple(tuple(t.shape) for t in writes),
                     bytes_of([*reads, *writes]),
                     frozenset(str(t.device) for t in [*reads, *writes] if t.dim() or t.device.type != "cpu"),
@@ -179,7 +181,7 @@ def captured(
 ) -> Capture:
     """Capture a module on fake CUDA tensors; nothing falls back. See `onnxtrain_step`."""
     module = _on_gpu(make_module().train(), mode)
-    inputs = {name: _fake(tensor, mode) for name, tensor in make_inputs().items()}
+    inputs = _fakes(make_inputs(), mode)
     wrapped = ORTModule(module, fallback_policy="FALLBACK_DISABLE", **options)
     with fake_gpu(mode), patch.object(Unit, "run", _stop):
         try:
@@ -201,7 +203,7 @@ def onnxtrain_step(
 
     Args:
         make_module: makes the module.
-        make_inputs: makes the keyword arguments of a call, all tensors; its first result is the loss.
+        make_inputs: makes the keyword arguments of a call; its first result is the loss.
         autocast: the dtype of CUDA autocast; None without.
         options: of ORTModule.
     """
@@ -226,6 +228,50 @@ def _on_gpu(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = _fake(buffer, mode)
     return module
+
+
+def eager_bytes_kept(make_module: Callable[[], torch.nn.Module], make_inputs: Callable[[], Mapping[str, Any]]) -> int:
+    """The bytes that eager PyTorch keeps between forward and backward, without parameters and inputs.
+
+    Attention is flash attention. A mask must be the causal one: transformers makes it a tensor if tensors are fake.
+    """
+    mode = fake_mode()
+    module, inputs = _on_gpu(make_module().train(), mode), _fakes(make_inputs(), mode)
+    kept: list[torch.Tensor] = []
+    with (
+        fake_gpu(mode),
+        mode,
+        patch.object(torch.nn.functional, "scaled_dot_product_attention", _flash_attention),
+        patch("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", lambda *arguments: True),  # without a mask
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+        ),
+    ):
+        results = module(**inputs)
+    given = [*module.parameters(), *module.buffers(), *inputs.values()]
+    own = {t.untyped_storage()._cdata for t in given if isinstance(t, torch.Tensor)}
+    assert results is not None
+    return bytes_of(t for t in kept if t.untyped_storage()._cdata not in own)
+
+
+def _flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    is_causal = is_causal or attn_mask is not None
+    y: torch.Tensor
+    y, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
+    return y
+
+
+def _fakes(inputs: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
+    return {name: _fake(v, mode) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

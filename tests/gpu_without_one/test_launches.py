@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu_without_one.fake_gpu import needs_cuda_build
-from tests.gpu_without_one.launches import Step, onnxtrain_step
+from tests.gpu_without_one.launches import Step, eager_bytes_kept, onnxtrain_step
 from tests.gpu_without_one.models import MODELS
 
 pytestmark = [needs_cuda_build, pytest.mark.slow]
@@ -58,6 +58,27 @@ def test_attention_is_one_kernel_in_each_direction(name: str) -> None:
         assert sum("attention" in operator for operator in launches.counts()) == 1
         products = [k for k in launches.kernels if k.operator in ("mm", "bmm", "addmm", "baddbmm")]
         assert {dtype for k in products for dtype in k.reads} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_step_keeps_no_more_bytes_than_eager(name: str, dropout: float) -> None:
+    """Between forward and backward: of a layer, and of a model of one layer with its vocabulary."""
+    make, inputs = MODELS[name]
+    eager = [eager_bytes_kept(lambda n=n: make(n, dropout).to(torch.bfloat16), inputs) for n in (1, 2)]
+    kept = [step(name, layers, dropout, None, True).kept for layers in (1, 2)]
+    assert kept[0] <= eager[0]
+    assert kept[1] - kept[0] <= eager[1] - eager[0]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_no_matmul_has_rows_that_are_not_aligned(name: str) -> None:
+    """The vocabularies of 30,522 and 50,257 are padded."""
+    found = step(name, 1, 0.0, None, True)
+    matmuls = [k for p in (found.forward, found.backward) for k in p.kernels if k.operator in ("mm", "addmm")]
+    padded = [k for k in matmuls if any(size > 30000 for shape in (*k.read_shapes, *k.shapes) for size in shape)]
+    assert len(padded) == 3, "the logits, and both gradients"
+    assert all(size % 64 == 0 for k in matmuls for shape in (*k.read_shapes, *k.shapes) for size in shape)
 
 
 def test_labels_are_counted_before_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:

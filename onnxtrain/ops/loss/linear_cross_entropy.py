@@ -34,6 +34,7 @@ from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
 from onnxtrain.ops.loss.reduction import aten_reduction
+from onnxtrain.ops.matmul.aligned import missing, padded, pads_vocabulary
 from onnxtrain.ops.matmul.candidates import gemm_by_convolution, may_use_convolution, onednn_gemm, onednn_supports
 from onnxtrain.system.machine import Machine
 
@@ -51,10 +52,12 @@ class GemmLibrary:
     Attributes:
         gemm: a[r, k] @ b[k, n] + bias.
         add_transposed: adds aᵀ @ b of a[r, n] and b[r, k] to the first argument, in place.
+        pads: whether the classes are padded to an aligned number; see `ops.matmul.aligned`.
     """
 
     gemm: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     add_transposed: Callable[[Tensor, Tensor, Tensor], Tensor]
+    pads: bool = False
 
 
 def _aten_gemm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,6 +71,7 @@ def _aten_add_transposed(result: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 ATEN = GemmLibrary(_aten_gemm, _aten_add_transposed)
+PADDED = GemmLibrary(_aten_gemm, _aten_add_transposed, pads=True)
 ONEDNN = GemmLibrary(
     lambda a, b, bias: onednn_gemm(a, b, bias, 1.0),
     lambda result, a, b: result.add_(gemm_by_convolution(a, b, 1.0)),
@@ -138,26 +142,38 @@ def linear_cross_entropy_with_gradients(
     rows = _rows(labels, weights, ignore_index, reduction == 1, dtype, dy)
     count, classes = x.size(0), w.size(0)
     loss = torch.zeros((), dtype=dtype, device=x.device)
+    if library.pads:
+        w = padded(w, missing(classes), 0)
+        b = None if b is None else torch.nn.functional.pad(b, (0, missing(classes)))
     dx = torch.empty_like(x) if mask[0] else None
     dw = torch.zeros_like(w, dtype=dtype) if mask[1] else None
-    db = torch.zeros(classes, dtype=dtype, device=x.device) if mask[2] else None
+    db = torch.zeros(w.size(0), dtype=dtype, device=x.device) if mask[2] else None
     step = max(_FEWEST_CHUNK_ROWS, _CHUNK_LOGITS // max(1, classes) // _FEWEST_CHUNK_ROWS * _FEWEST_CHUNK_ROWS)
     for start in range(0, count, step):
         chunk = slice(start, start + step)
-        row_losses, softmax = _losses(library.gemm(x[chunk], w.t(), b).to(dtype), rows.labels[chunk], any(mask))
+        logits = library.gemm(x[chunk], w.t(), b).to(dtype)
+        row_losses, softmax = _losses(logits[:, :classes], rows.labels[chunk], any(mask))
         loss += torch.where(rows.weights[chunk] == 0, 0, row_losses * rows.weights[chunk]).sum()
         if softmax is None:
             continue
-        dlogits = _logit_gradients(softmax, rows.labels[chunk], rows.factors[chunk]).to(x.dtype)
+        _logit_gradients(softmax, rows.labels[chunk], rows.factors[chunk])
+        if library.pads:
+            logits[:, classes:] = 0
+        dlogits = logits.to(x.dtype)  # the gradients are in the memory of the logits
         if dx is not None:
             dx[chunk] = library.gemm(dlogits, w, None)
         if dw is not None:
             library.add_transposed(dw, dlogits, x[chunk])
         if db is not None:
             db += dlogits.sum(0, dtype=dtype)
-    if dw is not None:
-        dw = dw.to(w.dtype)
-    return loss / rows.divisor, dx, dw, None if db is None else db.to(w.dtype)
+    return loss / rows.divisor, dx, _of_classes(dw, classes, w.dtype), _of_classes(db, classes, w.dtype)
+
+
+def _of_classes(gradient: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor | None:
+    """Return a gradient without the padded classes."""
+    if gradient is None:
+        return None
+    return (gradient if gradient.size(0) == classes else gradient[:classes]).to(dtype)
 
 
 def _losses(logits: Tensor, labels: Tensor, needs_softmax: bool) -> tuple[Tensor, Tensor | None]:
@@ -310,6 +326,13 @@ def _seconds(*speeds: str) -> Callable[[NodeView, Shapes, Machine], float]:
 _ATEN_SECONDS = _seconds("aten", "aten", "aten")
 
 
+def _padding(lower: Callable[[GemmLibrary], Callable[..., Call]]) -> tuple[Kernel, ...]:
+    def applies(n: NodeView, device: str) -> bool:
+        return pads_vocabulary(device, dtype_of(n.x), *sizes.dims_of(n.w))
+
+    return (Kernel(lower=lower(PADDED), applies=applies),)
+
+
 def _onednn(lower: Callable[[GemmLibrary], Callable[..., Call]]) -> tuple[Kernel, ...]:
     return (
         Kernel(
@@ -346,6 +369,7 @@ LINEAR_CROSS_ENTROPY = define_pure(
     body=_body,
     gradient=(Gradient(_gradient, reads=("x", "w", "b", "labels", "weights")),),
     nondiff_inputs=frozenset({"labels", "weights"}),
+    kernels=_padding(_lower_loss),
     lower=_lower_loss(ATEN),
     others=_onednn(_lower_loss),
     seconds=_ATEN_SECONDS,
@@ -361,6 +385,7 @@ LINEAR_CROSS_ENTROPY_GRAD = define_pure(
     attributes={**_ATTRIBUTES, "output_mask": (1, 1, 1)},
     shapes=_grad_types,
     body=_grad_body,
+    kernels=_padding(_lower_backward),
     lower=_lower_backward(ATEN),
     others=_onednn(_lower_backward),
     seconds=_ATEN_SECONDS,

@@ -1,5 +1,6 @@
 """Candidate kernels of the matmul ops, and the cost model of each.
 
+    (no name)      on a GPU, padded operands for vocabularies that are not aligned (`aligned`); there is then no other
     aten           PyTorch's own kernel: MKL for float32 and float64, oneDNN for narrower dtypes
     large pages    the same, with the result in newly allocated huge pages: for results of 32 MB and more
     onednn         oneDNN's inner product, which reads a transposed right operand without a copy
@@ -29,11 +30,10 @@ from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import Call, Kernel, NodeView, numel
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.matmul import compiled_gemm
+from onnxtrain.ops.matmul.aligned import NARROW, padding_kernel
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.system.machine import Machine, current_machine
 from onnxtrain.torch_compat import aten_kernels
-
-_NARROW = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,7 @@ def matmul_kernels(lower: Callable[..., Call], operands_of: OperandsOf, dims: Di
         return _seconds("onednn transposed" if is_weight_gradient else "onednn", dims(n, shapes), machine)
 
     return (
+        padding_kernel(operands_of, dims),
         Kernel(lower=lower, name="aten", seconds=aten_seconds),
         Kernel(
             lower=call(gemm_in_large_pages),
@@ -212,7 +213,7 @@ def matmul_kernels(lower: Callable[..., Call], operands_of: OperandsOf, dims: Di
             lower=call(gemm_in_float32),
             name="float32",
             seconds=lambda n, s, machine: _float32_seconds(dims(n, s), machine),
-            applies=applies(lambda n, gemm: _dtype(n) in _NARROW),
+            applies=applies(lambda n, gemm: _dtype(n) in NARROW),
         ),
     )
 
