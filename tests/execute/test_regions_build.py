@@ -159,7 +159,7 @@ def test_a_failed_request_is_answered_with_its_error_and_the_next_is_compiled(
 
     def compile_in(folder: Path) -> None:
         if folder.name == "bad":
-            raise ValueError("it broke")
+            raise ValueError("it broke\nException raised from here.cpp\n" + "frame of C++\n" * 9)
         compiled.append(folder)
 
     monkeypatch.setattr(child, "compile_in", compile_in)

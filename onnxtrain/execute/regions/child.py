@@ -55,7 +55,8 @@ def main(connection: Connection) -> None:
         try:
             compile_in(folder)
         except Exception:  # noqa: BLE001  # whatever Inductor raises
-            connection.send("\n".join(traceback.format_exc().strip().splitlines()[-5:]))
+            text = traceback.format_exc().partition("\nException raised from ")[0]  # PyTorch appends frames of C++
+            connection.send("\n".join(text.strip().splitlines()[-5:]))
         else:
             connection.send("")
 
