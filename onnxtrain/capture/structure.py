@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, EllipsisType, FunctionType, NoneType
@@ -428,6 +429,21 @@ class Identity:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+class SameObjects:
+    """Objects that are compared one by one as `Identity` does, without an object for each. It keeps them alive."""
+
+    def __init__(self, values: Iterable[object]) -> None:
+        self._values = tuple(values)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SameObjects) or len(self._values) != len(other._values):
+            return False
+        return all(map(operator.is_, self._values, other._values))
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self._values)))
 
 
 def freeze(context: Any) -> Hashable:

@@ -86,7 +86,7 @@ def first_out_of_order(graph: ir.Graph) -> tuple[ir.Node, ir.Value] | None:
     """Return the first node that reads a value before it is produced, with that value; None if the order is valid."""
     ready: set[ir.Value | None] = {None, *graph.inputs, *graph.initializers.values()}
     for node in graph:
-        read = tuple(reads(node)) if _has_subgraphs(node) else node.inputs
+        read = tuple(reads(node)) if node.attributes.data and _has_subgraphs(node) else node.inputs
         if not ready.issuperset(read):
             return next((node, value) for value in read if value is not None and value not in ready)
         ready.update(node.outputs)
@@ -213,8 +213,13 @@ def _copy_properties(source: ir.Value, target: ir.Value) -> None:
     target.doc_string = source.doc_string
     if source.metadata_props:
         target.metadata_props.update(source.metadata_props)
-    if source.meta:
+    if _has_meta(source):
         target.meta.update(source.meta)
+
+
+def _has_meta(holder: ir.Node | ir.Value) -> bool:
+    """Return whether a node or value may have metadata. To read `meta` creates it: three objects for each value."""
+    return getattr(holder, "_metadata", holder) is not None and bool(holder.meta)
 
 
 def clone_node(node: ir.Node, values: ValueMap) -> ir.Node:
@@ -234,7 +239,7 @@ def clone_node(node: ir.Node, values: ValueMap) -> ir.Node:
         doc_string=node.doc_string,
         metadata_props=dict(node.metadata_props),
     )
-    if node.meta:
+    if _has_meta(node):
         copy.meta.update(node.meta)
     for old, new in zip(node.outputs, copy.outputs, strict=True):
         _copy_properties(old, new)

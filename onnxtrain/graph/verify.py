@@ -100,8 +100,9 @@ class _Verifier:
             for read in node.inputs:
                 if read is not None and read not in ready:
                     raise _not_ready(node, read, graph)
-            for inner in traversal.subgraphs(node):
-                self.verify(inner, ready)
+            if node.attributes.data:
+                for inner in traversal.subgraphs(node):
+                    self.verify(inner, ready)
             self._verify_once(node)
             ready.update(node.outputs)
         for value in graph.outputs:
@@ -119,21 +120,22 @@ class _Verifier:
     def _key(self, node: ir.Node) -> Hashable | None:
         """Return a key of everything that the checks of a node depend on; None if it is too expensive to compare."""
         attributes = _attributes_key(node)
-        if attributes is None or any(v is not None and (v.dtype is None or v.shape is None) for v in node.inputs):
+        if attributes is None:
             return None
-        if any(value.dtype is None or value.shape is None for value in node.outputs):
-            return None
+        for value in (*node.inputs, *node.outputs):
+            if value is not None and (value.dtype is None or value.shape is None):
+                return None
         outputs = [(value.dtype, sizes.dims_of(value), value.const_value) for value in node.outputs]
-        inputs = tuple(map(self._input_key, node.inputs))
-        return self._opset, node.domain, node.op_type, attributes, inputs, tuple(outputs)
+        inputs = [self._input_key(value) for value in node.inputs]
+        return self._opset, node.domain, node.op_type, attributes, tuple(inputs), tuple(outputs)
 
     def _input_key(self, value: ir.Value | None) -> Hashable:
         """Return a key of an input. An inferred shape may depend on the nodes that compute sizes and axes."""
         if value is None:
             return None
-        dims = sizes.dims_of(value)
-        if value.const_value is not None or value.dtype != ir.DataType.INT64 or len(dims) > 1:
-            return value.dtype, dims, value.const_value
+        dims, dtype, constant = sizes.dims_of(value), value.dtype, value.const_value
+        if constant is not None or dtype is not ir.DataType.INT64 or len(dims) > 1:
+            return dtype, dims, constant
         key = self._integers.get(value)
         if key is None:
             key = self._integers[value] = self._key_of_integers(value)
@@ -164,7 +166,7 @@ class _Verifier:
 
 def _attributes_key(node: ir.Node) -> Hashable | None:
     attributes: list[Hashable] = []
-    for attribute in node.attributes.values():
+    for attribute in node.attributes.data.values():
         if attribute.type not in _COMPARED:
             return None
         value = attribute.value

@@ -40,7 +40,7 @@ def eliminate_common_subexpressions(graph: ir.Graph, changes: Changes) -> None:
     for node in list(graph):
         if definition_of(node).effects or not node.outputs or (_narrows(node) and not differentiated):
             continue
-        equal = first.setdefault(_key(node), node)
+        equal = _first_equal(first, node)
         if equal is node or any(new.is_graph_output() for new in node.outputs):
             continue
         if not feeding_aten.isdisjoint((*node.outputs, *equal.outputs)):
@@ -85,8 +85,22 @@ def _attribute_key(attribute: ir.Attr) -> tuple[ir.AttributeType, str]:
     return attribute.type, f"{tensor.dtype} {tensor.shape} {tensor.tobytes()!r}"
 
 
-def _key(node: ir.Node) -> Any:
-    attributes = tuple(sorted((name, _attribute_key(attribute)) for name, attribute in node.attributes.items()))
+def _attributes_key(node: ir.Node) -> Any:
+    return tuple(sorted((name, _attribute_key(attribute)) for name, attribute in node.attributes.items()))
+
+
+def _first_equal(first: dict[Any, ir.Node], node: ir.Node) -> ir.Node:
+    """Return the first node that is equal to `node`: itself if there is none before it.
+
+    Args:
+        first: the nodes so far by a key without attributes, and by one with attributes if they share the former. Few
+            nodes have equal inputs, and a key of attributes takes longest.
+        node: the next node.
+    """
     phase = "gradient_of" in node.metadata_props
-    inputs = tuple(id(v) for v in node.inputs)
-    return node.domain, node.op_type, node.overload, attributes, inputs, phase, len(node.outputs)
+    key = node.domain, node.op_type, node.overload, node.inputs, phase, len(node.outputs)
+    similar = first.setdefault(key, node)
+    if similar is node:
+        return node
+    attributes = _attributes_key(node)
+    return similar if _attributes_key(similar) == attributes else first.setdefault((key, attributes), node)

@@ -56,7 +56,8 @@ class Cut:
 
     def unsaved(self) -> list[int]:
         """Return the positions of forward's inputs that are not kept for backward."""
-        return [i for i, value in enumerate(self.forward.inputs) if value not in self.kept]
+        kept = set(self.kept)
+        return [i for i, value in enumerate(self.forward.inputs) if value not in kept]
 
 
 def single_part(model: ir.Model) -> Part:

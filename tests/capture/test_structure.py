@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from onnxtrain.capture.structure import OutputStructure, Structure, flatten_call, flatten_output
+from onnxtrain.capture.structure import OutputStructure, SameObjects, Structure, flatten_call, flatten_output
 from onnxtrain.errors import ORTModuleIOError
 
 X, Y, Z = torch.randn(2, 3), torch.randn(4), torch.arange(3)
@@ -287,3 +287,11 @@ def test_flattening_is_fast(record_property: Any) -> None:
         seconds = min(timeit.repeat(call, number=1000, repeat=5)) / 1000
         sys.stdout.write(f"flatten_call, {name}: {seconds * 1e6:.2f} µs\n")
         record_property(name, seconds)
+
+
+def test_objects_are_compared_by_identity_in_their_order():
+    one, equal = [1], [1]
+    assert SameObjects([one, X]) == SameObjects(iter([one, X]))
+    for others in ([equal, X], [X, one], [one], [one, X, X], []):
+        assert SameObjects([one, X]) != SameObjects(others)
+    assert SameObjects([X]) != [X]

@@ -94,6 +94,22 @@ def test_a_copy_shares_no_node_or_value_and_keeps_metadata():
     assert "size_values" not in copy.meta
 
 
+def test_a_copy_makes_no_metadata_where_there_is_none(monkeypatch):
+    """Reading `meta` makes three objects, for each value and node of a graph."""
+    op, (x,) = graph_of(x=(4,))
+    op.graph.outputs.append(op.Neg(op.Exp(x)))
+    store = type(op.graph.meta)
+    made, make = [], store.__init__
+
+    def counted(self, *data):
+        made.append(self)
+        make(self, *data)
+
+    monkeypatch.setattr(store, "__init__", counted)
+    copy, _ = traversal.clone(op.graph)
+    assert made == [copy.meta]
+
+
 def test_names_become_unique_and_inputs_and_outputs_keep_theirs():
     op, (x,) = graph_of(x=(4,))
     a, b = op.Neg(x), op.Tanh(x)

@@ -61,6 +61,15 @@ def test_different_attributes_inputs_and_outputs_stay(op: Builder) -> None:
     assert len(graph) == 5
 
 
+def test_nodes_with_the_attributes_of_any_earlier_node_become_that_node(op: Builder) -> None:
+    (x,) = op.graph.inputs
+    swapped, kept, swapped_again, kept_again = (op.Transpose(x, perm=perm) for perm in [(1, 0), (0, 1)] * 2)
+    graph = finish(op, op.Concat(swapped, swapped_again, axis=0), op.Add(kept, kept_again))
+    eliminate_common_subexpressions(graph, Changes())
+    concat, add = graph[2], graph[3]
+    assert [*concat.inputs, *add.inputs] == [swapped, swapped, kept, kept]
+
+
 def test_different_tensors_in_attributes_stay(op: Builder) -> None:
     fills = (np.float32(1), np.float32(2), np.float32(1))
     ones, twos, same = (op.ConstantOfShape(op.constant([4], ir.DataType.INT64), value=ir.tensor([n])) for n in fills)

@@ -29,7 +29,7 @@ from onnxtrain.capture.export.fake_tensors import Fakes
 from onnxtrain.capture.key.key import environment
 from onnxtrain.capture.key.snapshot import submodules
 from onnxtrain.capture.node_storage import StoragesOfCopy
-from onnxtrain.capture.structure import Identity
+from onnxtrain.capture.structure import SameObjects
 from onnxtrain.torch_compat.dispatch import function_modes_disabled
 from onnxtrain.torch_compat.fake_tensors import inside_kernel
 from onnxtrain.torch_compat.operators import HigherOrderOperator
@@ -243,10 +243,10 @@ class RepeatedBlocks:
             self._templates[template.state].append(template)
             self._attempts[kind] = 0
 
-    def _values_outside(self, block: Block) -> Sequence[Hashable]:
+    def _values_outside(self, block: Block) -> SameObjects:
         """Return the attributes and buffers of the modules around a block."""
         others = (m.__dict__ for m in self._modules if id(m) not in block.paths)
-        return [Identity(value) for d in others for value in (*d.values(), *d["_buffers"].values())]
+        return SameObjects(value for d in others for value in (*d.values(), *d["_buffers"].values()))
 
     # Copying
 

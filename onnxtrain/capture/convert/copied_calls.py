@@ -62,7 +62,10 @@ class CopiedCalls:
             for value in copied.outputs:
                 value.name = None
             self._graph.append(copied)
-        return pytree.tree_map(lambda v: values.get(v, v) if isinstance(v, ir.Value) else v, self._values[original])
+        result = self._values[original]
+        if isinstance(result, ir.Value):  # of most calls; a map over a pytree makes seven objects that refer in a cycle
+            return values.get(result, result)
+        return pytree.tree_map(lambda v: values.get(v, v) if isinstance(v, ir.Value) else v, result)
 
     def _match(self, original: Any, own: Any, values: dict[ir.Value, ir.Value]) -> bool:
         """Match the arguments of two calls, and add the values of the other block to `values`."""
@@ -82,7 +85,7 @@ class CopiedCalls:
         are_inputs = original.op == own.op == "placeholder"
         if not are_inputs and own.meta.get(COPY_OF) is not original:
             return False
-        pairs = [pytree.tree_leaves(self._values.get(node)) for node in (original, own)]
+        pairs = [_leaves(self._values.get(node)) for node in (original, own)]
         if len(pairs[0]) != len(pairs[1]):
             return False
         for old, new in zip(*pairs, strict=True):
@@ -94,6 +97,10 @@ class CopiedCalls:
             else:
                 values[old] = new
         return True
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    return (value,) if isinstance(value, ir.Value) else pytree.tree_leaves(value)
 
 
 def _is_same_call(call: Node, original: Node) -> bool:

@@ -6,6 +6,7 @@ the same bits.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from operator import itemgetter
 
 import onnx_ir as ir
@@ -38,16 +39,22 @@ class CachedExpectations:
     """`expected_kernel` with a cache per node, for graphs that no longer change."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[ir.Node, str], list[tuple[Kernel, float]]] = {}
+        self._seconds: dict[str, dict[ir.Node, list[tuple[Kernel, float]]]] = defaultdict(dict)
+        self._single: dict[int, list[tuple[Kernel, float]]] = {}  # by the id of the kernel: one list for many nodes
 
     def __call__(self, node: ir.Node, device: str) -> Kernel:
-        return min(self.seconds(node, device), key=itemgetter(1))[0]
+        seconds = self.seconds(node, device)
+        return seconds[0][0] if len(seconds) == 1 else min(seconds, key=itemgetter(1))[0]
 
     def seconds(self, node: ir.Node, device: str) -> list[tuple[Kernel, float]]:
         """Return the expected seconds; see `expected_seconds`."""
-        seconds = self._seconds.get((node, device))
+        by_node = self._seconds[device]
+        seconds = by_node.get(node)
         if seconds is None:
-            seconds = self._seconds[node, device] = expected_seconds(node, device)
+            seconds = expected_seconds(node, device)
+            if len(seconds) == 1:
+                seconds = self._single.setdefault(id(seconds[0][0]), seconds)
+            by_node[node] = seconds
         return seconds
 
 
