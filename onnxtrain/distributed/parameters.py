@@ -24,16 +24,23 @@ def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20)
     Args:
         module: has the same parameters on each rank, as after `torch.manual_seed` with one seed.
         mesh: of one dimension.
-        least_bytes: of the parameters that forward reads last, which are kept for backward; at least 1.
+        least_bytes: the parameters that forward reads last, together of at least this size, stay gathered for
+            backward. At least 1.
 
     Raises:
-        OptionError: the mesh has several dimensions, a parameter has none, or `least_bytes` is below 1.
+        OptionError: the mesh has several dimensions, a parameter is a scalar, or `least_bytes` is below 1.
     """
     if mesh.ndim != 1:
         todo = "pass a submesh, such as mesh['dp']"
         raise OptionError("The mesh is not supported.", "shard_parameters", "a mesh of one dimension", str(mesh), todo)
     if least_bytes < 1:
-        raise OptionError("The number of bytes is invalid.", "shard_parameters", "least_bytes >= 1", str(least_bytes))
+        raise OptionError(
+            "The number of bytes to keep gathered for backward is invalid.",
+            "shard_parameters(least_bytes=...)",
+            expected="1 or more",
+            got=str(least_bytes),
+            todo="pass 1 to keep only the parameter that forward reads last, or leave the default of 25 MiB",
+        )
     sharded: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for path, submodule in module.named_modules():
         for name, parameter in submodule._parameters.items():

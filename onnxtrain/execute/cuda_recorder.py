@@ -131,7 +131,9 @@ class CudaRecorder:
         assert self._memory is not None, "a recording has shared the memory"
         tensor = torch.as_tensor(_Bytes(self._memory, flat.data_ptr(), flat.numel()), device=flat.device)
         if tensor.data_ptr() != flat.data_ptr():
-            raise NotRecordedError("PyTorch copies memory that it gets by address")
+            raise NotRecordedError(
+                "torch.as_tensor copied memory that it got by address, expected a tensor at that address"
+            )
         return tensor
 
     def record(

@@ -65,7 +65,11 @@ def plan_packed_variants(
     if options.skip_padding == "never" or not any(v.dtype in _TOKEN_DTYPES for v in captured.model.graph.inputs):
         return None
     if any(definition_of(node) is GATHER_PARAMETER for node in model.graph):
-        LOG.info("%s: padding is not skipped, because its parameters are sharded", model.graph.name)
+        LOG.info(
+            "%s runs with padding, because its parameters are sharded: ranks with packed and with padded batches might "
+            "communicate in different orders",
+            model.graph.name,
+        )
         return None
     return PackedVariants(model, captured, options, device, captured.result_count if differentiable else 0)
 

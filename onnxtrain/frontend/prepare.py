@@ -78,7 +78,7 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
 def _install(model: torch.nn.Module, regional: Regional, settings: Options) -> None:
     if gathered_bytes(model):
         if regional is True:
-            where, todo = f"prepare({type(model).__name__}, regional=True)", "leave regional out"
+            where, todo = f"prepare({type(model).__name__}, regional=True)", "omit regional"
             raise OptionError("Sharded parameters need one graph.", where, "regional=False or 'auto'", "True", todo)
         regional = False
     blocks = blocks_of(model)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import difflib
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 import transformers
 
 from benchmarks.machine import measured_commit
-from tests.model_sweep.catalog import entries
+from tests.model_sweep.catalog import Entry, entries
 from tests.model_sweep.isolated import isolated
 from tests.model_sweep.page import PAGE, page, read_outcomes
 
@@ -31,7 +32,7 @@ from tests.model_sweep.page import PAGE, page, read_outcomes
 def main(arguments: Sequence[str]) -> int:
     """Run the sweep; the exit status is 1 where a class is wrong, raises, crashes or hangs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=(), help="parts of names")
+    parser.add_argument("--only", nargs="*", default=(), help="texts that names contain, in any case")
     parser.add_argument("--every", type=int, default=1, help="each n-th class")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--limit", type=float, default=240, help="seconds a class may take")
@@ -40,8 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help="write docs/reference/models.md")
     options = parser.parse_args(arguments)
     every = entries()
-    chosen = [e for e in every if not options.only or any(part.lower() in e.name.lower() for part in options.only)]
-    chosen = chosen[:: options.every]
+    try:
+        chosen = select(every, options.only)[:: options.every]
+    except LookupError as error:
+        parser.error(str(error))
     kept = read_outcomes(options.out) if options.keep and options.out.exists() else []
     missing = {e.name for e in every} - {e.name for e in chosen} - {outcome.entry.name for outcome in kept}
     if options.write and missing:
@@ -61,6 +64,23 @@ def main(arguments: Sequence[str]) -> int:
     if options.write:
         PAGE.write_text(page(read_outcomes(options.out), transformers.__version__), encoding="utf-8")
     return int(any(counts[kind] for kind in ("wrong", "error", "crash", "hang")))
+
+
+def select(every: Sequence[Entry], only: Sequence[str]) -> Sequence[Entry]:
+    """Return the classes whose names contain one of these texts; all if there are none.
+
+    Raises:
+        LookupError: no name contains one of them; the error says which names are similar.
+    """
+    for text in only:
+        if not any(text.lower() in entry.name.lower() for entry in every):
+            names = {entry.name[: len(text)].lower(): entry.name for entry in every}  # one for each such beginning
+            near = [names[start] for start in difflib.get_close_matches(text.lower(), names)]
+            raise LookupError(
+                f"--only {text}: no class of transformers' auto mappings has this text in its name"
+                + (f"; similar names: {', '.join(near)}" if near else "")
+            )
+    return [e for e in every if not only or any(text.lower() in e.name.lower() for text in only)]
 
 
 def _say(text: str) -> None:

@@ -54,6 +54,15 @@ def test_a_partial_run_writes_no_page(selection: list[str], capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("catalog")
+def test_a_name_of_no_class_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--only", "Bert", "LedMdel"])
+    error = capsys.readouterr().err
+    assert "--only LedMdel: no class of transformers' auto mappings has this text in its name" in error
+    assert "similar names: LEDModel" in error
+
+
+@pytest.mark.usefixtures("catalog")
 def test_a_part_replaces_its_outcomes_and_their_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, written = tmp_path / "outcomes.jsonl", tmp_path / "models.md"
     file.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in OUTCOMES))

@@ -225,9 +225,10 @@ def _tensor_of(array: SampledArray) -> torch.Tensor:
 
 def _refuse(use: str) -> NoReturn:
     raise CaptureError(
-        f"forward computes with an array of samples ({use}), whose elements differ from step to step",
+        "forward computes with an array of samples, whose elements differ from step to step",
         where=source_location.of_caller(),
-        expected="torch.tensor, torch.as_tensor or torch.from_numpy of it, and PyTorch's operators on the tensor",
+        expected="torch.tensor, torch.as_tensor or torch.from_numpy of the array, and operators on the tensor",
+        got=use,
         todo="the module runs in PyTorch; make a tensor of the array first",
     )
 

@@ -87,7 +87,7 @@ def _group_of(module: torch.nn.Module) -> Group:
             groups[group.name] = group
             layout = Layout.from_placement(tensor.placements[0], tensor.dim())  # type: ignore[attr-defined]
             if layout != Layout("sharded", 0):
-                raise _refused("a parameter is sharded otherwise", name, "Shard(0)", str(layout))
+                raise _refused("a parameter is not sharded along its first dimension", name, "Shard(0)", str(layout))
         elif tensor.requires_grad:
             problem = "a parameter is not sharded: the gradients of the ranks would not be averaged"
             raise _refused(problem, name, "a DTensor, or requires_grad=False", type(tensor).__name__)
