@@ -132,6 +132,11 @@ NEW_FAKE_TENSOR = PatchPoint(
     "finds tensors that forward stores outside the module",
     parameters="cls",
 )
+IS_EXPORTING = PatchPoint(
+    "torch.compiler:is_exporting",
+    "forward takes the operators of eager PyTorch, which runs the graph",
+    "forward takes the operators that it has for other runtimes",
+)
 EVALUATE_SIZES = PatchPoint(
     "torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_expr",
     "a branch on sizes in the user's code is a guard",

@@ -136,10 +136,11 @@ class Comparison:
         )
 
     def train_narrow(self, *sizes: tuple[int, int]) -> None:
-        """Compare calls at all these sizes under autocast; chance may decide on a gradient at one of them.
+        """Compare calls at all these sizes; chance may decide on a gradient at one of them.
 
-        For ResNet where oneDNN has no convolutions in bfloat16: eager may be right by luck in the few elements of a
-        bias. It fails at 6 of 75 sizes, by up to 1.39 times what is allowed, and eager in channels-last order at 5.
+        For ResNet under autocast where oneDNN has no convolutions in bfloat16: eager may be right by luck in the few
+        elements of a bias. It fails at 6 of 75 sizes, by up to 1.39 times what is allowed, and eager in channels-last
+        order at 5.
         In between all parameters move, so that narrow copies of earlier ones would be seen; alike, so that rounding
         does not add up.
         """
