@@ -70,6 +70,23 @@ copies_without_bases = Internal[Callable[[], AbstractContextManager[Any]]](
 ).get()
 
 
+# What a trace leaves behind
+
+
+def _keep_all() -> None:
+    """Leave what PyTorch keeps of the last export."""
+
+
+release_exported_nodes: Callable[[], None] = Internal[Callable[[], None]](
+    "release_exported_nodes",
+    lambda: importlib.import_module("torch.fx.experimental.proxy_tensor")._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT.clear,
+    why="PyTorch keeps the nodes of the last export, and with them its graph and fake tensors, until the next export",
+    fallback=_keep_all,
+    cost="the graph of the last export takes memory until the next one, also after its module is deleted",
+    check=callable,
+).get()
+
+
 # Modules in a trace
 
 

@@ -46,6 +46,7 @@ from onnxtrain.torch_compat.patch_points import (
     RANDOM_STATES,
     PatchPoint,
 )
+from onnxtrain.torch_compat.tracing import release_exported_nodes
 
 CAPTURE_LOCK = threading.RLock()
 _STATE = threading.local()
@@ -56,6 +57,7 @@ def capturing() -> Iterator[FunctionCalls]:
     """Hold the capture lock and apply the patches; return the calls of custom functions that become nodes."""
     with CAPTURE_LOCK, ExitStack() as stack:
         stack.enter_context(needless_warnings_dropped())
+        stack.callback(release_exported_nodes)
         if has_saved_tensors_hooks():
             stack.enter_context(saved_tensors_hooks(_identity, _identity))
         # A graph of torch.compile enters and leaves the transforms of `torch.func` by calls. After an error in between,
