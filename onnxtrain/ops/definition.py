@@ -176,7 +176,7 @@ class NodeView:
     def __getattr__(self, name: str) -> Any:
         definition = self.definition
         if name in definition.attributes:
-            attribute = self.node.attributes.get(name)
+            attribute = self.node.attributes.data.get(name)  # 0.2 us if absent; UserDict.get: 2.7
             if attribute is None:
                 default = definition.attributes[name]
                 if default is REQUIRED:
