@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -34,7 +35,6 @@ from onnxtrain.errors import CaptureError
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 
-WORLD = 2
 CLASSES, WIDTH, HEADS = 12, 8, 4
 
 
@@ -151,6 +151,7 @@ def results(module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor | Non
 
 def check(parallelize: Parallelize, mesh: DeviceMesh, plain: bool, with_loss: bool) -> None:
     """Results and gradients are eager's at two lengths on one capture; those of a plain model bit for bit."""
+    world = mesh.size()
     models = []
     for dtype in (torch.float32, torch.float32, torch.float64):
         torch.manual_seed(0)
@@ -158,7 +159,7 @@ def check(parallelize: Parallelize, mesh: DeviceMesh, plain: bool, with_loss: bo
         parallelize(mesh, models[-1], with_loss)
     eager, ours, exact = models
     subject = ORTModule(ours, fallback_policy="FALLBACK_DISABLE")
-    for length in (4, 6):
+    for length in (2 * world, 3 * world):
         tokens = torch.randint(CLASSES, (3, length))
         targets = torch.randint(CLASSES, (3, length)).masked_fill_(tokens == 0, -100) if with_loss else None
         compared = zip(*(results(module, tokens, targets) for module in (subject, eager, exact)), strict=True)
@@ -278,20 +279,22 @@ def check_blocks(parallelize: Parallelize, mesh: DeviceMesh) -> None:
     assert all(region.compiled is not None for region in report.regions), str(report)
 
 
-def work(rank: int, store: str) -> None:
+def work(rank: int, store: str, world: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     warnings.filterwarnings("error", message=".*runs in PyTorch")
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh("cpu", (world,))
     for parallelize in PLANS.values():
         for plain, with_loss in itertools.product((True, False), repeat=2):
             check(parallelize, mesh, plain, with_loss)
-        check_blocks(parallelize, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)))
-        check_blocks(parallelize, init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "tp")))
+        check_blocks(parallelize, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)))
+        check_blocks(parallelize, init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp")))
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
-def test_two_processes_are_bitwise_eager(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path / "store"),), WORLD)
+def test_processes_are_bitwise_eager(world: int, tmp_path: Path) -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    mp.start_processes(work, (str(tmp_path / "store"), world), world, start_method="forkserver")

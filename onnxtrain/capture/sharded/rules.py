@@ -31,7 +31,8 @@ def apply(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if any(isinstance(other, torch.Tensor) and other.dim() for other in others):
         if name not in _TAKE_TENSORS:
             raise refuse(f"{name} mixes a DTensor and a torch.Tensor", "DTensors only, as in PyTorch")
-    if len({value.group for value in sharded_arguments(args, kwargs)}) > 1:
+    # Under FSDP, which caches meshes, parameters may be on an earlier mesh that is equal, with another group.
+    if len({value.group.mesh for value in sharded_arguments(args, kwargs)}) > 1:
         raise refuse(f"{name} mixes DTensors on different meshes", "one mesh")
     return rule(function, *args, **kwargs)
 
