@@ -224,6 +224,8 @@ class Builder:
             shapes = (node.outputs[0] for node in self.graph if node.op_type == "Shape")
             if there := next((shape for shape in shapes if shape.name == name), None):
                 return there  # of a copied graph, which has lost the table of sizes
+            if (of_item := self._vector_of(str(expr))) is not None:
+                return of_item
             source, axis = self._source_of(str(expr))
             result: ir.Value = self.Shape(source, start=axis, end=axis + 1)
             result.name = name
@@ -265,6 +267,13 @@ class Builder:
 
     def _operand(self, expr: Any) -> ir.Value:
         return self._size_vector(sizes.from_sympy(expr))
+
+    def _vector_of(self, symbol: str) -> ir.Value | None:
+        """Return the vector of a size that `tensor.item()` read, which no value need have as a dimension."""
+        if not symbol.startswith("u"):
+            return None
+        values = (value for node in self.graph for value in node.outputs)
+        return next((value for value in values if value.meta.get("sizes") == (symbol,)), None)
 
     def _source_of(self, name: str) -> tuple[ir.Value, int]:
         """Return a value of the graph, and its axis, whose dimension is exactly this symbol."""

@@ -1,4 +1,4 @@
-"""Cases of collectives in a group of one rank; tests/distributed/test_tensor_parallel.py runs them on two."""
+"""Cases of collectives in a group of one rank; tests of tensor and expert parallelism run them on several."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ CASES = [
     _of_one("LocalShard", **IN_GROUP),
     _of_one("ShareOfSum", size=1),
     OpCase(OWN, "WaitCollective", (Spec("b s"), Spec("b s", grad=False)), lambda pending, source: pending * 1),
+    OpCase(
+        OWN,
+        "AllToAll",
+        (Spec("3 s"), Spec("1", "int64", value=[3]), Spec("1", "int64", value=[3])),
+        lambda x, *counts: x * 1,
+        {"group": "alone"},
+    ),
     OpCase(
         OWN,
         "ShardedCrossEntropy",

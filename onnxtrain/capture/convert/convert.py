@@ -212,6 +212,7 @@ class _Walk:
             with self.op.at(self._origin_of(node)):
                 integer = source if source.dtype == ir.DataType.INT64 else self.op.Cast(source, to=ir.DataType.INT64)
                 vector = self.op.Reshape(integer, self.op.constant([1], ir.DataType.INT64))
+            vector.meta["sizes"] = (size,)  # by which a builder of backward finds it
             self._graph.meta.setdefault("size_values", {})[size] = vector
 
     def _convert_call(self, node: torch.fx.Node, target: Any, name: str, example: Any) -> Any:

@@ -130,6 +130,7 @@ class Proof:
                     if condition == sympy.false:
                         raise ValueError(f"{node.target} refuses these sizes")  # PyTorch would log it as an error
                     checked.add(condition)
+                    _use(mode.shape_env, condition)
                 results[node] = node.target(*args, **kwargs)
                 if all_bound and next(_symbolic_sizes(results[node]), None) is not None:
                     results[node] = _fake(expected, binding)
@@ -139,7 +140,8 @@ class Proof:
                     return (
                         f"{node.target} has another shape at these sizes ({source_location.of_node(node) or node.name})"
                     )
-        return _assumption(mode.shape_env, assumed, checked, largest)
+        env = None if all_bound else mode.shape_env  # which then has symbols that were replaced at once
+        return _assumption(env, assumed, checked, largest)
 
 
 def _bound_selected(node: Node, arguments: Sequence[Any], result: Any, largest: dict[Any, int]) -> None:
@@ -163,11 +165,28 @@ def _checked_by_kernel(node: Node, arguments: Sequence[Any]) -> Iterator[Any]:
     """Yield the condition on data-dependent sizes that a node's kernel checks itself, at run time as in eager."""
     if str(node.target) in _SPLITS:
         x, parts, axis = (*arguments, 0)[:3]
-        total = sum(unreplaced_expression(part) if isinstance(part, torch.SymInt) else part for part in parts)
-        yield sympy.Eq(total, _expr(x.shape[axis], {}))
+        yield sympy.Eq(_total(parts), _expr(x.shape[axis], {}))
+    elif str(node.target) in _EXCHANGES:
+        x, _, parts = arguments[:3]
+        yield sympy.Eq(_total(parts), _expr(x.shape[0], {}))
+
+
+def _use(env: ShapeEnv | None, condition: Any) -> None:
+    """Replace a data-dependent size that a kernel checks to be a number, as an exchange of one rank, by that number."""
+    if env is not None and isinstance(condition, sympy.Eq):
+        size, number = condition.args
+        if size.is_Symbol and number.is_Integer:
+            env.guard_or_defer_runtime_assert(condition, "a kernel checks it")
+
+
+def _total(parts: Sequence[Any]) -> Any:
+    return sum(unreplaced_expression(part) if isinstance(part, torch.SymInt) else part for part in parts)
 
 
 _SPLITS = frozenset({"aten.split_with_sizes.default", "aten.split_with_sizes_copy.default"})
+_EXCHANGES = frozenset(
+    f"{domain}.all_to_all_single.default" for domain in ("_c10d_functional", "_c10d_functional_autograd")
+)
 
 
 def _symbolic_sizes(value: Any) -> Iterator[torch.SymInt]:
@@ -198,11 +217,12 @@ def _assumption(env: ShapeEnv | None, assumed: set[Any], checked: set[Any], larg
         checked: what kernels of the graph check.
         largest: upper bounds of data-dependent sizes.
     """
-    if env is None:
-        return ""
-    asserted = {check.expr for checks in env.deferred_runtime_asserts.values() for check in checks}
+    checks_of = {} if env is None else env.deferred_runtime_asserts
+    asserted = {check.expr for checks in checks_of.values() for check in checks}
     largest = {**largest, **_upper_bounds(checked)}
-    for expr in (assumed | asserted) - checked:
+    equalities = [c.args for c in checked if isinstance(c, sympy.Eq)]
+    numbers = {size: number for size, number in equalities if size.is_Symbol and number.is_Integer}
+    for expr in {e.xreplace(numbers) for e in (assumed | asserted) - checked} - {sympy.true}:
         if not is_always_true(expr, {s: _range(env, s, largest.get(s)) for s in expr.free_symbols}):
             return str(expr)
     return ""
@@ -223,8 +243,8 @@ def _condition(asserted: Any) -> Any:
     return asserted.node.expr if isinstance(asserted, torch.SymBool) else sympy.true if asserted else sympy.false
 
 
-def _range(env: ShapeEnv, symbol: Any, largest: int | None) -> Any:
-    return size_range(largest) if is_data_dependent(symbol) else env.var_to_range[symbol]
+def _range(env: ShapeEnv | None, symbol: Any, largest: int | None) -> Any:
+    return size_range(largest) if env is None or is_data_dependent(symbol) else env.var_to_range[symbol]
 
 
 def _size(size: Any, binding: dict[Any, Any]) -> int | sympy.Expr:
@@ -270,8 +290,15 @@ def _agrees(result: Any, expected: Any, binding: dict[Any, Any], dtypes: bool) -
         is_same_dtype = result.dtype == expected.dtype or not dtypes
         return is_same_dtype and [_size(size, {}) for size in result.shape] == shape
     if isinstance(expected, torch.SymInt):
-        return _size(result, {}) == _size(expected, binding)
+        # Of an element of a tensor the export may know the number from a kernel's check of it later.
+        return _is_data_dependent_size(result) or _size(result, {}) == _size(expected, binding)
     return True
+
+
+def _is_data_dependent_size(value: Any) -> bool:
+    """Return whether a value is a data-dependent size of which nothing is known."""
+    expr = value.node.expr if isinstance(value, torch.SymInt) else None
+    return expr is not None and expr.is_Symbol and is_data_dependent(expr)
 
 
 # Comparing two graphs

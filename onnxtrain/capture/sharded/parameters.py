@@ -7,6 +7,7 @@ make of inputs and outputs.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class ShardedParameters(LocalTensors):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
         self._shardings = [sharding_of(tensor) for _, _, tensor in self._entries]
+        self._styles = _styles_of(module)
 
     @contextmanager
     def as_values(self) -> Iterator[None]:
@@ -68,7 +70,7 @@ class ShardedParameters(LocalTensors):
             table[name] = values.setdefault(id(local), ShardedValue(group, layout, local))
         owner = threading.get_ident()
         try:
-            with DTENSOR_OF_STYLES.wrapped(lambda original: _stand_in(original, owner)):
+            with DTENSOR_OF_STYLES.wrapped(lambda original: _stand_in(original, owner)), _unchanged(self._styles):
                 yield
         finally:
             for (table, name, _), local in zip(self._entries, traced, strict=True):
@@ -121,11 +123,42 @@ def taking_local_tensors(run: Callable[..., Any], tensors: Sequence[torch.Tensor
 
 
 def is_hook_of_style(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is one of PyTorch's parallel styles, which a capture runs on `ShardedValue`s."""
+    """Return whether a hook is one of a parallel style, PyTorch's or the user's, which a capture runs with forward."""
     if hook.__module__ == _STYLES:
         return True
+    function = _registered_by_style(hook)
+    module = getattr(getattr(function, "func", function), "__module__", None)
+    return module == _STYLES or _style_of(function) is not None
+
+
+def _registered_by_style(hook: Callable[..., Any]) -> Any:
+    """Return the function that `distribute_module` made a hook of; None of other hooks."""
     if hook.__module__ != _DISTRIBUTE:
-        return False
+        return None
     captured = inspect.getclosurevars(hook).nonlocals
-    function = captured.get("input_fn") or captured.get("output_fn")
-    return getattr(getattr(function, "func", function), "__module__", None) == _STYLES
+    return captured.get("input_fn") or captured.get("output_fn")
+
+
+def _style_of(function: Any) -> Any:
+    """Return the user's `ParallelStyle` of which a function is a method, else None."""
+    style = getattr(function, "__self__", None)
+    return style if _STYLES in sys.modules and isinstance(style, sys.modules[_STYLES].ParallelStyle) else None
+
+
+def _styles_of(module: torch.nn.Module) -> list[Any]:
+    """Return the styles whose methods are hooks of the submodules."""
+    tables = (table for m in module.modules() for table in (m._forward_pre_hooks, m._forward_hooks))
+    styles = (_style_of(_registered_by_style(hook)) for table in tables for hook in table.values())
+    return [style for style in styles if style is not None]
+
+
+@contextmanager
+def _unchanged(styles: Sequence[Any]) -> Iterator[None]:
+    """Restore what the hooks of styles keep for one another, which in a trace is of the trace."""
+    kept = [(style, dict(vars(style))) for style in styles]
+    try:
+        yield
+    finally:
+        for style, attributes in kept:
+            vars(style).clear()
+            vars(style).update(attributes)
