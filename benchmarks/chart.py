@@ -2,7 +2,7 @@
 
 workload ─▶ a bar per variant: speedup over eager, quartiles as a thin line, the value at its end
 
-For cold runs it is the total speedup, compilation included. A bar that would make all others short is cut and ends in a
+For cold runs it is the total speedup, compilation included. A bar that would dwarf the others is cut off and ends in a
 point.
 """
 

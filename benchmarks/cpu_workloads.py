@@ -1,6 +1,6 @@
 """The workloads on a CPU. Configurations are small: a step takes milliseconds to a second on two cores.
 
-The goals are those of the project for the kind of machine that it is developed on.
+The goals hold for the kind of machine that the project is developed on.
 """
 
 from __future__ import annotations

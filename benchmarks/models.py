@@ -1,4 +1,4 @@
-"""The models of the benchmark, and their batches.
+"""The models of the benchmark and their batches.
 
 Dropout has the default of each architecture (0.1 for BERT, GPT-2 and T5; none for Llama and ViT).
 """

@@ -1,4 +1,4 @@
-"""The variants to time. Each prepares a model its own way; the step around it is the same code for all."""
+"""The variants to time. Each prepares a model in its own way; all share the code of the training step."""
 
 from __future__ import annotations
 

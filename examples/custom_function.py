@@ -53,8 +53,8 @@ def main(steps: int = 150) -> list[float]:
         losses.append(loss.item())
         if step % 50 == 0:
             print(f"step {step:3}  loss {losses[-1]:.3f}")
-    used = Rounded.apply(network[0].weight, 0.125, 1.0).unique()
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the first layer uses {len(used)} values")
+    levels = Rounded.apply(network[0].weight, 0.125, 1.0).unique()
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the first layer uses {len(levels)} values")
     return losses
 
 

@@ -17,7 +17,7 @@ FIRST_WORD = 5  # below: padding and special tokens
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random sentences of different lengths, padded; the label says whether a sentence has the word 7."""
+    """Random padded sentences of different lengths; the label says whether a sentence contains the word 7."""
 
     def __init__(self, count: int, steps: int = 24) -> None:
         self.words = torch.randint(FIRST_WORD, 40, (count, steps))

@@ -46,7 +46,7 @@ class Task(lightning.LightningModule):
 def main(epochs: int = 5) -> list[float]:
     """Train; return the loss of each step."""
     lightning.seed_everything(0)
-    samples = torch.randn(1024, 4) @ torch.randn(4, 32)  # 4 dimensions, seen through 32
+    samples = torch.randn(1024, 4) @ torch.randn(4, 32)  # 4 dimensions embedded in 32
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(samples), batch_size=64, shuffle=True)
     task = Task(onnxtrain.prepare(Autoencoder()))  # the only change
     trainer = lightning.Trainer(

@@ -46,15 +46,15 @@ def main(width: int = 64, rows: int = 1024) -> dict[str, int]:
     for name, budget in (("onnxtrain", None), ("budget 0.5", 0.5)):
         copied = copy.deepcopy(network)
         copied.zero_grad()
-        # A share of what the step takes without a budget; a whole number would be bytes.
+        # A float is a fraction of the step's memory without a budget; an int is a number of bytes.
         model = ORTModule(copied, rng="torch", memory_budget_bytes=budget)
         model(x).square().mean().backward()
         gradients[name] = [parameter.grad.clone() for parameter in copied.parameters()]
         peaks[name] = peak(model, x)
-    for name, most in peaks.items():
-        print(f"{name:12} {most / 2**20:6.2f} MiB")
-    same = all(map(torch.equal, gradients["onnxtrain"], gradients["budget 0.5"]))
-    print(f"gradients with and without a budget are {'equal' if same else 'different'}")
+    for name, peak_size in peaks.items():
+        print(f"{name:12} {peak_size / 2**20:6.2f} MiB")
+    are_equal = all(map(torch.equal, gradients["onnxtrain"], gradients["budget 0.5"]))
+    print(f"gradients with and without a budget are {'equal' if are_equal else 'different'}")
     return peaks
 
 

@@ -29,10 +29,10 @@ class Classifier(nn.Module):
 
 
 def batches(steps: int, size: int = 32) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield samples around four random centres, with the index of each sample's centre."""
+    """Return batches of samples around four random centres, with the index of each sample's centre."""
     centres = torch.randn(4, 20)
     labels = torch.randint(0, 4, (steps, size))
-    return [(centres[each] + 0.5 * torch.randn(size, 20), each) for each in labels]
+    return [(centres[batch] + 0.5 * torch.randn(size, 20), batch) for batch in labels]
 
 
 def main(steps: int = 60) -> list[float]:

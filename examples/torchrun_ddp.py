@@ -1,4 +1,4 @@
-"""DistributedDataParallel over one graph, whose gradients are exchanged while backward runs.
+"""DistributedDataParallel over one graph: gradients are exchanged while backward runs.
 
 torchrun --nproc-per-node 2 -m examples.torchrun_ddp
 """
@@ -26,7 +26,7 @@ def main(steps: int = 6) -> list[float]:
     torch.manual_seed(0)  # the same parameters on each rank; DDP broadcasts those of rank 0
     model = DistributedDataParallel(ORTModule(build()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(1 + rank)  # other data and dropout masks on each rank
+    torch.manual_seed(1 + rank)  # different data and dropout masks on each rank
     losses = []
     for step in range(steps):
         x = torch.randn(8, 5, 32)

@@ -1,4 +1,4 @@
-"""FSDP2 over graphs of the blocks, with checkpoints: after a failure, the run goes on from the last one.
+"""FSDP2 with one graph per block, and checkpoints: after a failure, the run resumes from the last one.
 
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 -m examples.torchrun_fsdp2 FOLDER
 """
@@ -37,10 +37,10 @@ def main(folder: Path, steps: int = 6) -> None:
     start = last_checkpoint(folder)
     if start:
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(states, checkpoint_id=folder / str(start))  # also one of another number of ranks
+        dcp.load(states, checkpoint_id=folder / str(start))  # also one that another number of ranks saved
         set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     for step in range(start, steps):
-        torch.manual_seed(1 + rank + step * dist.get_world_size())  # other dropout masks in each step, on each rank
+        torch.manual_seed(1 + rank + step * dist.get_world_size())  # different masks in each step and rank
         x = torch.randn(8, 5, 32)
         loss = nn.functional.mse_loss(model(x), x.roll(1, 1))
         loss.backward()

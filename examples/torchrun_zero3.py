@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stage 3 over graphs of the blocks.
+"""DeepSpeed's ZeRO stage 3: each block of the model is one graph.
 
 torchrun --nproc-per-node 2 -m examples.torchrun_zero3
 """
@@ -30,7 +30,7 @@ def main(steps: int = 6) -> list[float]:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), optimizer=optimizer, config=CONFIG
     )
-    torch.manual_seed(1 + rank)  # other data and dropout masks on each rank
+    torch.manual_seed(1 + rank)  # different data and dropout masks on each rank
     losses = []
     for step in range(steps):
         x = torch.randn(8, 5, 32, device=engine.device)

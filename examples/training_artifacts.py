@@ -52,7 +52,7 @@ def train(folder: str, steps: int) -> list[float]:
 
 
 def main(steps: int = 150) -> list[float]:
-    """Make the artifacts and train them; return the loss of each step."""
+    """Generate the artifacts and train them; return the loss of each step."""
     folder = tempfile.mkdtemp()
     write_artifacts(folder)
     losses = train(folder, steps)

@@ -1,4 +1,4 @@
-"""Operators without a definition, each with the reason. The operators page of the docs is generated from this file.
+"""Operators without a definition, each with its reason. The operators page of the docs is generated from this file.
 
 A test checks that every operator of ONNX and of ONNX Runtime Training is either defined or listed here. The lists of
 PyTorch operators that stay ATen nodes come from running PyTorch's operator database (tests/ops/op_db_sweep.py).
