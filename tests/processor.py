@@ -1,4 +1,4 @@
-"""What PyTorch and onnxruntime cannot do on some processors. Tests ask, and skip with a reason."""
+"""Features that PyTorch or onnxruntime lack on some processors. Tests ask, and skip with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parametrizations of which `make test` runs a part, and `make test-all` the rest."""
+"""Parametrizations: `make test` runs a part of the cases, `make test-all` all of them."""
 
 from __future__ import annotations
 

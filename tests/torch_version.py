@@ -1,4 +1,4 @@
-"""The PyTorch that the tests run on, and what older ones do otherwise. The oldest that is supported is 2.11."""
+"""The version of PyTorch that runs the tests, and how older ones differ. The oldest supported one is 2.11."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The safetensors file: what goes in comes out, and nothing that is wrong comes out without a word."""
+"""The safetensors file: values survive a round trip, and every damage is reported."""
 
 import contextlib
 import json

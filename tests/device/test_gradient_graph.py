@@ -1,4 +1,4 @@
-"""One file with loss, output and gradients, which stock onnxruntime runs to PyTorch's numbers."""
+"""One file with loss, output and gradients, which stock onnxruntime runs with PyTorch's results."""
 
 from __future__ import annotations
 

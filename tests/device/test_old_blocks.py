@@ -1,4 +1,4 @@
-"""Blocks and artifacts as scripts of ONNX Runtime Training use them."""
+"""Blocks and artifacts in the calls that scripts of ONNX Runtime Training make."""
 
 from __future__ import annotations
 

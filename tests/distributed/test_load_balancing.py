@@ -1,4 +1,4 @@
-"""Each sample once, like costs at the same time, as many samples and batches on every rank."""
+"""Each sample once, samples of similar cost at the same time, as many samples and batches on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation: its Python examples run, links lead somewhere, and a table of contents lists each page."""
+"""The documentation: its Python examples run, its links are valid, and a table of contents lists each page."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What tests of fused regions run: small parts, a module of two blocks, and a compiler that is made up."""
+"""Parts to fuse, a module of two blocks, and a stand-in for the compiler, for the tests of fused regions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs by Inductor: what is compiled, for which calls it runs, and when it is refused. The compiler is made up."""
+"""Programs by Inductor: what is compiled, for which calls it runs, and when it is refused. A stand-in compiles."""
 
 from __future__ import annotations
 

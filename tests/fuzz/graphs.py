@@ -1,7 +1,7 @@
-"""Random ONNX graphs: what passes, differentiation, plan and programs make of a graph gives what the graph gives.
+"""Random ONNX graphs compute the same before and after passes, differentiation and planning.
 
-A seed draws a graph of standard operators in float64, of static and symbolic dimensions. Onnxruntime, or onnx's
-reference where it has no kernel, runs the graph as drawn, and its joint graph without any pass. The same graph goes
+A seed samples a graph of standard operators in float64, of static and symbolic dimensions. Onnxruntime, or onnx's
+reference where it has no kernel, runs the graph as sampled, and its joint graph without any pass. The same graph goes
 through all forward passes, differentiation, all joint passes and a memory plan, and runs as our forward and backward
 programs; the optimized forward graph also runs in onnxruntime. All passes run, or none, one alone, all but one, or half
 of them. Sizes of the symbolic dimension are 3, 5, 1 and 0; without elements onnx's reference is asked alone.

@@ -1,4 +1,4 @@
-"""Models whose programs are counted: published sizes of a layer, few layers."""
+"""Models whose kernel launches are counted: layers of published sizes, few of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small graphs for the tests of graph/."""
+"""Build the small graphs of the tests of graph/."""
 
 from __future__ import annotations
 

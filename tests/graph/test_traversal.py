@@ -1,4 +1,4 @@
-"""Order, dead code, replacement and copies."""
+"""Topological order, dead code, replacement and copies of nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train one class of models in onnxtrain and in eager PyTorch, and say what came of it."""
+"""Train one class of models in onnxtrain and in eager PyTorch, and return the outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a step: predicted, measured, drawn, and the command that prints it."""
+"""The memory of a step: predicted, measured and drawn, and the command that prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rate schedules, loss scalers and configs, by their formulas and what they refuse."""
+"""Learning rate schedules, loss scalers and configs, by their formulas; invalid arguments are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache lies in the user's cache folder; where that cannot be written, in a temporary one of this user alone."""
+"""The cache is in the user's cache folder or, if that is not writable, in a private temporary folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By default nothing of the user's process is other after training than before."""
+"""By default, training leaves the user's process as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one tolerance, if the exact result is zero and all errors are rounding noise."""
+"""The one tolerance, where the exact result is zero and all errors are rounding noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of passes that leave work out share: a model against eager, and the graph that it became."""
+"""Helpers of the tests of passes that skip work: compare a model with eager, and read its graph."""
 
 from __future__ import annotations
 

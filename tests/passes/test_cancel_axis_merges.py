@@ -1,4 +1,4 @@
-"""Axes that are merged only to be split again stay apart."""
+"""Axes that are merged and then split again stay separate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear layer and its cross entropy in one op: as eager, and no tensor holds all scores."""
+"""A linear layer and its cross entropy are one op: results equal eager's, and no tensor holds all logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that multiply tensors become part of products and attention, or move to smaller tensors."""
+"""Scalar factors become part of GEMMs and attention, or move to smaller tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relu behind a batch norm, the residual before it and the sum of its gradients become part of the norm's two ops."""
+"""ReLU after a batch norm, the residual before it and the sum of its gradients are fused into the norm's two ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Written-out attention becomes one op: which forms, that nothing else changes, and what is refused."""
+"""Decomposed attention becomes one op: the forms that do, those that are refused, and no other change."""
 
 from __future__ import annotations
 

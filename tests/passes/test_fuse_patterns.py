@@ -1,4 +1,4 @@
-"""Norms, activations and rotary embeddings that are written out become one op; what saved graphs show of blocks."""
+"""Decomposed norms, activations and rotary embeddings become one op each; saved graphs show these ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relu and the dropout behind it are one op, which keeps its result alone; as PyTorch under the same masks."""
+"""ReLU followed by dropout is one op, which saves only its result; it equals PyTorch under the same masks."""
 
 from __future__ import annotations
 

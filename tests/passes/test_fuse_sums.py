@@ -1,4 +1,4 @@
-"""What is added to the result of dropout, or of a norm's gradient, is added where that is written, by one op."""
+"""An addend of the result of dropout, or of a norm's gradient, is added by the op that writes this result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows are picked before they are computed: as eager, and visible in the graph."""
+"""Rows are selected before they are computed: results equal eager's, and the graph shows it."""
 
 from __future__ import annotations
 

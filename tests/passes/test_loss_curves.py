@@ -1,4 +1,4 @@
-"""Training with dropout on: leaving work out changes which masks are drawn, and nothing else that can be seen."""
+"""Training with dropout: skipping work changes which masks are sampled, and nothing else that statistics show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks in bits under `rng="torch"`: no bit of a result changes, and less is held."""
+"""Dropout masks packed into bits under `rng="torch"`: results are bitwise equal, and less memory is held."""
 
 from __future__ import annotations
 

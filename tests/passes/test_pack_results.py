@@ -1,4 +1,4 @@
-"""Token-level results that a module returns: without padding where nobody reads theirs, zeros there."""
+"""Token-level results of a module: without padding where nobody reads their padding, which then is zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padding is left out: as eager in every form of padding, and only where nobody reads it."""
+"""Padding is skipped: results equal eager's for every form of padding, and it is skipped only if nobody reads it."""
 
 from __future__ import annotations
 

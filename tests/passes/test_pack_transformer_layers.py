@@ -1,4 +1,4 @@
-"""What is built of PyTorch's own transformer layers is packed too, and equals eager."""
+"""Models of PyTorch's own transformer layers are packed too, and equal eager."""
 
 from __future__ import annotations
 

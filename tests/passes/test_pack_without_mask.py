@@ -1,4 +1,4 @@
-"""Padding is left out where no attention has a mask: what reads tokens says which of them count."""
+"""Padding is skipped without an attention mask: the op that reads the tokens decides which of them count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clean-up passes: what they do, what they must not do, and what they say about it."""
+"""The clean-up passes: what they rewrite, what they leave alone, and what they report."""
 
 import numpy as np
 import onnx_ir as ir

@@ -1,4 +1,4 @@
-"""Relu in front of MaxPool: its gradient is masked behind the pool's, and results stay eager's."""
+"""ReLU before MaxPool: its gradient is masked after the pool's, and results stay eager's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that keep their scores: which do, which are refused, and that results stay eager's."""
+"""Losses that save their logits for backward: which do, which are refused; results stay eager's."""
 
 import onnx_ir as ir
 import pytest

@@ -1,4 +1,4 @@
-"""Masks that hide nothing are dropped, causal ones become a flag; all others stay, and the numbers are eager's."""
+"""Masks that hide nothing are dropped, causal ones become a flag, all others stay; results are eager's."""
 
 from __future__ import annotations
 

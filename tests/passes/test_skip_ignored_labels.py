@@ -1,4 +1,4 @@
-"""Tokens without a label are left out of the last layers and the loss: as eager, and visible in the graph."""
+"""The last layers and the loss skip tokens with ignored labels: results equal eager's, and the graph shows it."""
 
 from __future__ import annotations
 

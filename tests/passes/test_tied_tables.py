@@ -1,4 +1,4 @@
-"""A table of words that has another gradient too: the rows that were looked up are added to it, in its memory."""
+"""A tied embedding: the gradient of its lookup is added in place to that of its other use."""
 
 from __future__ import annotations
 

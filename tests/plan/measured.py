@@ -91,7 +91,7 @@ MODELS: Mapping[str, tuple[Callable[[], torch.nn.Module], Callable[[int, int], B
 
 
 def model_and_batches(name: str) -> tuple[torch.nn.Module, Callable[[int, int], Batch]]:
-    """A model in train mode, always with the same parameters, and what makes its batches."""
+    """Return a model in train mode, always with the same parameters, and the function that makes its batches."""
     make, batch = MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

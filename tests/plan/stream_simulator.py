@@ -1,4 +1,4 @@
-"""Runs the steps of a part as a device may: each stream is behind the host, and knows of another what events say."""
+"""Simulate the streams of a device: each runs behind the host, and learns of the others only through events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backward computes again by default: no bit changes, nothing else is kept, and less memory is held."""
+"""The default recomputation: results are bitwise equal, nothing else is saved, and less memory is held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps within `memory_budget_bytes`: the same numbers, bit for bit, in less memory."""
+"""Steps within `memory_budget_bytes`: bitwise equal results in less memory."""
 
 from __future__ import annotations
 

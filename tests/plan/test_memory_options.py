@@ -1,4 +1,4 @@
-"""The option recompute: by patterns of subgraphs and by layers; and its former names."""
+"""The option recompute, by patterns of subgraphs and by layers, and its former names."""
 
 from __future__ import annotations
 

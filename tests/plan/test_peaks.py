@@ -1,4 +1,4 @@
-"""What a step holds at most without any budget, against eager PyTorch: allocator events, gradients there before."""
+"""The peak memory of a step without a budget, against eager PyTorch: allocator events, with gradients allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom autograd functions under a budget: forward runs again where their author says that it may."""
+"""Custom autograd functions under a budget: forward runs again if its author allows it."""
 
 from __future__ import annotations
 

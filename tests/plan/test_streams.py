@@ -1,4 +1,4 @@
-"""What is launched early and waited for late on a device with streams."""
+"""Operations that are launched early and awaited late on a device with streams."""
 
 from __future__ import annotations
 

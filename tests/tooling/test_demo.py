@@ -1,4 +1,4 @@
-"""The demonstration and the benchmark: their data, their way of measuring, their tables and their page."""
+"""The demonstration and the benchmark: their data, measurements, tables and page."""
 
 from __future__ import annotations
 

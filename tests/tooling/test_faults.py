@@ -1,4 +1,4 @@
-"""The list of faults and its tool: a fault in a small repository is noticed, overlooked, out of date."""
+"""The list of faults and its tool: in a small repository, a fault is detected, missed, or out of date."""
 
 from __future__ import annotations
 

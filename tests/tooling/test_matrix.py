@@ -1,4 +1,4 @@
-"""The matrix of environments: its rows run, a failure shows, and an environment differs as its row says."""
+"""The matrix of environments: its rows run, failures are reported, and each environment differs as its row says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of the sweep of models, from outcomes that a run wrote."""
+"""The model sweep: its page, from the outcomes of a run, and its command line."""
 
 from __future__ import annotations
 

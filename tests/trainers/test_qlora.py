@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit layers under LoRA: each product with a frozen weight is one MatMulBnb4, forward and backward."""
+"""bitsandbytes' 4-bit layers under LoRA: each matmul with a frozen weight is one MatMulBnb4, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convergence investigation: the statistics of two runs, and what they show side by side."""
+"""Convergence investigation: the statistics of two runs, side by side."""
 
 import sys
 

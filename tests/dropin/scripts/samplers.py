@@ -1,4 +1,4 @@
-"""Batches of like length on every rank."""
+"""Batches of similar length on every rank."""
 
 from onnxruntime.training.utils.data import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from torch.utils.data import DataLoader

@@ -1,4 +1,4 @@
-"""What was left of the trainer before ORTModule: configs, schedules, loss scaler."""
+"""The parts of the trainer that preceded ORTModule: configs, schedules, loss scaler."""
 
 from onnxruntime.training import TrainStepInfo, amp, optim
 
