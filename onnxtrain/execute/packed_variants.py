@@ -31,7 +31,9 @@ from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.log import LOG
 from onnxtrain.ops import definition_of, view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
+from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.collective.parameters import GATHER_PARAMETER
+from onnxtrain.ops.index.labelled_rows import LABELLED_ROWS
 from onnxtrain.options import Options
 from onnxtrain.passes.attention_masks import split_mask
 from onnxtrain.passes.changes import Changes
@@ -91,7 +93,8 @@ class PackedVariants:
         self._changes = Changes("pack_tokens")
         self._units: dict[bool, Compiled] = {}
         self.reports: dict[str, CompileReport] = {}
-        self._model = with_graph(model, clone(model.graph)[0])
+        # A packed graph has zeros for the tokens that are not kept: their rows must not follow those with a label.
+        self._model = inline_bodies(model, keep=lambda node: definition_of(node) is not LABELLED_ROWS)
         self.plan = self._if_profitable(plan_packing(self._model.graph, self._changes, num_results), device)
         if self.plan is not None:
             questions = with_graph(self._model, self.plan.questions())

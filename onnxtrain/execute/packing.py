@@ -26,6 +26,7 @@ import torch
 
 from onnxtrain.execute.host_batch import host_values, remember, staged, zeros_on_host
 from onnxtrain.execute.program import Program
+from onnxtrain.ops.index.labelled_rows import rounded_up
 from onnxtrain.ops.reshape.rows import permutation_to_front
 from onnxtrain.passes.attention_masks import Mask
 from onnxtrain.passes.pack_tokens import Reader
@@ -34,8 +35,6 @@ Tensor = torch.Tensor
 
 DENSE = 0.9  # a batch with a larger share of real tokens runs unpacked: packing and varlen attention have a cost
 FEWEST_TOKENS = 512  # below, a step takes as long with padding as without
-LEAST_STEP = 64  # row counts are multiples of it: the tiles of a GPU's GEMMs have as many rows
-STEPS = 8  # row counts from one power of two to the next: rounding costs half a step on average, 5 % of the rows
 
 
 class KeptTokens(NamedTuple):
@@ -62,16 +61,6 @@ class KeptTokens(NamedTuple):
         """Copy the tensors to a device."""
         rows, cu, *filled = (staged(t, device).to(device, non_blocking=True) for t in self.tensors())
         return KeptTokens(rows, cu, self.causal, *filled)
-
-
-def rounded_up(count: int) -> int:
-    """Round a number of rows up to the next one that programs are recorded for.
-
-    These are 1/16 to 1/8 apart. 500 batches of 16 sequences with random lengths from 1 to 256 have 386 numbers of rows;
-    rounded up, 99 % of the batches have one of eight, as many as a program keeps recordings for.
-    """
-    step = max(LEAST_STEP, (1 << max(0, count.bit_length() - 1)) // STEPS)
-    return -(-count // step) * step
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from onnxtrain.execute.input_gradients_first import InputsFirstBoundary
 from onnxtrain.execute.kernel_annotations import may_compile_in_background
 from onnxtrain.execute.kernel_choice.tuned_program import make_program
 from onnxtrain.execute.program import FusedCalls, Program
+from onnxtrain.execute.reads_first import ReadsFirst
 from onnxtrain.execute.recorded_program import Recordings
 from onnxtrain.execute.regions import program as regions
 from onnxtrain.execute.reused_memory import reuse_memory
@@ -79,8 +80,7 @@ class UnitBuilder:
         """Return the program of a part; it may be recorded, fused or compiled while it is in use."""
         part = streams.scheduled(part, self.device.type)
         program = self._program(part, title, self.layout)
-        is_recorded = self.recordings is not None and self.recordings.watch(program) is not None
-        if is_recorded or not may_compile_in_background(self.options):
+        if self._is_recorded(program, title) or not may_compile_in_background(self.options):
             return program
         if self.layout is None:  # a region's kernel reads and writes contiguous tensors only
             regions.watch(program, self.options, self.device, partial(self._fused, title))
@@ -90,13 +90,28 @@ class UnitBuilder:
             cpp_program.watch(program)
         return program
 
+    def _is_recorded(self, program: Program, title: str) -> bool:
+        """Let a program record, or what follows its early reads; return whether it does."""
+        if self.recordings is None:
+            return False
+        parts = streams.reads_apart(program.part)
+        if parts is None:
+            return self.recordings.watch(program) is not None
+        rest = self._program(parts.rest, title, self.layout)
+        if self.recordings.watch(rest) is None:
+            return False
+        reads = self._program(parts.reads, f"{title}, labels", self.layout)
+        program.run = ReadsFirst(parts, program.part.inputs, reads, rest).run
+        return True
+
     def not_recorded(self, unit: Unit) -> list[Refusal]:
         """Return the programs of a unit that the option cuda_graphs does not record, with reasons."""
         if self.recordings is None:
             return []
         source = unit.backward_source
         backward = [source.parts.backward] if isinstance(source, BackwardPrograms) else []
-        return self.recordings.refusals([unit.forward.part, *backward])
+        apart = streams.reads_apart(unit.forward.part)
+        return self.recordings.refusals([unit.forward.part if apart is None else apart.rest, *backward])
 
     def inference_unit(self) -> Unit:
         """Return the unit of the forward graph alone."""

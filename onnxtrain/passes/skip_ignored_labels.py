@@ -1,7 +1,7 @@
 """Skip tokens with ignored labels after the last op that mixes tokens.
 
     before   loss = CrossEntropy(Linear(Gelu(x[b*s, h])), labels)
-    after    rows = NonZero(labels != ignore_index);  loss = CrossEntropy(Linear(Gelu(x[rows])), labels[rows])
+    after    rows = LabelledRows(labels != ignore_index);  loss = CrossEntropy(Linear(Gelu(x[rows])), labels[rows])
 
 Only 15 % of the tokens of a masked language model have labels. The ops between the last that mixes tokens and the loss,
 above all the vocabulary projection, run on their rows only. Sum and mean, class weights and label smoothing give the
@@ -29,7 +29,6 @@ from onnxtrain.ops.body_parts import cast, reshaped
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.elementwise.comparison import EQUAL
 from onnxtrain.ops.elementwise.selection import WHERE
-from onnxtrain.ops.index.advanced_indexing import nonzero_indices
 from onnxtrain.ops.loss.cross_entropy import CROSS_ENTROPY, NEGATIVE_LOG_LIKELIHOOD
 from onnxtrain.ops.reduce.sums import REDUCE_SUM
 from onnxtrain.ops.reshape.dims import expanded
@@ -179,7 +178,7 @@ def _skip(op: Builder, n: NodeView, changes: Changes) -> None:
         return
     with nodes_before(op, loss):
         kept = op.Not(op.Equal(labels, n.ignore_index))
-        (rows,) = nonzero_indices(op, reshaped(op, kept, (sizes.multiply(*sizes.dims_of(labels)),)), None)
+        rows = op.own.LabelledRows(reshaped(op, kept, (sizes.multiply(*sizes.dims_of(labels)),)))
     selection = TokenRows(rows)
     compute_selected(op, region, selection)
     for node, index in uses:

@@ -17,12 +17,13 @@ Nothing is reordered on a CPU, nor are nodes with effects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
 import onnx_ir as ir
+import torch
 
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import Effects, definition_of, view
@@ -32,6 +33,7 @@ from onnxtrain.ops.interfaces.host_reads import HOST_READS
 from onnxtrain.plan.cut import Part, nodes_computing
 
 DEVICES = frozenset({"cuda"})  # whose work runs behind the host
+Fill = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 REACH = 48  # nodes before a collective, and after the first reader of its result: those of about a layer's gradient
 
 
@@ -93,6 +95,48 @@ def number_part(part: Part, node: ir.Node) -> Part | None:
     if not is_integer or not set(inputs) <= set(part.inputs):
         return None
     return Part(nodes, inputs, (), (source,), (), part.host, 1)
+
+
+class ReadsApart(NamedTuple):
+    """A part, cut behind its early reads.
+
+    Attributes:
+        reads: what computes the early reads, from integers of the part's inputs; its outputs are what `rest` takes
+            after the inputs of the part, then `number_source` of each read.
+        rest: the other nodes.
+        filled: for each read, the indices of its input and of its output among the outputs of `reads`, and its `fill`.
+    """
+
+    reads: Part
+    rest: Part
+    filled: tuple[tuple[int, int, Fill], ...]
+
+
+def reads_apart(part: Part) -> ReadsApart | None:
+    """Cut a part behind its early reads, so that no size of the rest depends on data.
+
+    None: it has no early reads, or one that does not depend on integers of its inputs alone, or without a `fill`.
+    """
+    fills = {node: read.fill for node in part.early_reads if (read := HOST_READS.of(node)) is not None}
+    if not fills or part.sizes_in or None in fills.values() or None in [number_part(part, node) for node in fills]:
+        return None
+    sources = [number_source(node) for node in fills]
+    first = {n for n in _needed(sources, set(part.nodes)) if not part.host.issuperset(n.outputs)} | set(fills)
+    goals = [v for v in (*part.outputs, *part.sizes_out) if v is not None and v.const_value is None]
+    others = [node for node in part.nodes if node not in first]
+    rest, outside = nodes_computing(others, goals, part.host, part.nodes, ~Effects.NONE)
+    crossing = [value for value in outside if value.producer() in first]
+    nodes, inputs = nodes_computing(part.nodes, [*crossing, *sources], part.host, part.nodes, Effects.NONE)
+    tensors = tuple(value for value in inputs if value.const_value is None)
+    reads = Part(nodes, tensors, (), (*crossing, *sources), (), part.host, 0, part.early_reads & set(nodes))
+    filled = [
+        (len(crossing) + index, crossing.index(node.outputs[0]), fill)
+        for index, (node, fill) in enumerate(fills.items())
+        if node.outputs[0] in crossing and fill is not None
+    ]
+    return ReadsApart(
+        reads, replace(part, nodes=rest, inputs=(*part.inputs, *crossing), early_reads=frozenset()), tuple(filled)
+    )
 
 
 def _masks_first(part: Part) -> list[ir.Node]:

@@ -14,10 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnxtrain import ORTModule
 from onnxtrain.execute import packed_variants
-from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, LEAST_STEP, STEPS, KeptTokens, PackingCheck, rounded_up
+from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, KeptTokens, PackingCheck
 from onnxtrain.execute.recorded_program import CALLS, MOST_SIZES, Recording, Recordings
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
+from onnxtrain.ops.index.labelled_rows import LEAST_STEP, STEPS, rounded_up
 from onnxtrain.plan.cut import single_part
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.execute.cpu_recorder import CpuRecorder, Recorders, Trained

@@ -442,6 +442,7 @@ CASES = [
         label="one-number",
     ),
     OpCase("", "NonZero", (Spec("b s", low=0, high=2, dtype="int64"),), lambda x: x.nonzero().t()),
+    OpCase(OWN, "LabelledRows", (Spec("s", low=0, high=2, dtype="bool"),), lambda x: x.nonzero().flatten()),
     OpCase(
         OWN,
         "IndexAdd",

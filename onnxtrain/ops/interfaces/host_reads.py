@@ -36,11 +36,14 @@ class HostRead(NamedTuple):
         reads: the name of the input that the number depends on.
         start: launches the copy of the number, from the input.
         finish: (input, pending) -> the output of the op.
+        fill: (input, output) -> an output of more elements, which readers ignore; there are few different numbers of
+            elements. None: readers read all elements.
     """
 
     reads: str
     start: Callable[[torch.Tensor], PendingInt]
     finish: Callable[[torch.Tensor, PendingInt], torch.Tensor]
+    fill: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 HOST_READS = OpInterface[HostRead]("host reads", names=lambda read: (read.reads,))
