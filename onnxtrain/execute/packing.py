@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from onnxtrain.execute.host_batch import host_values, remember, staged, zeros_on_host
+from onnxtrain.execute.host_batch import host_values, staged, zeros_on_host
 from onnxtrain.execute.program import Program
 from onnxtrain.ops.index.labelled_rows import rounded_up
 from onnxtrain.ops.reshape.rows import permutation_to_front
@@ -186,7 +186,6 @@ def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in on_device]).cpu()
         for t, part in zip(on_device, flat.split([t.numel() * t.itemsize for t in on_device]), strict=True):
             copies[id(t)] = part.view(t.dtype).view(t.shape)
-            remember(t, copies[id(t)])
     return [copies[id(t)] if id(t) in copies else zeros_on_host(t) if t.device.type != "cpu" else t for t in tensors]
 
 
