@@ -117,7 +117,7 @@ def reads_apart(part: Part) -> ReadsApart | None:
 
     None: it has no early reads, or one that does not depend on integers of its inputs alone, or without a `fill`.
     """
-    fills = {node: read.fill for node in part.early_reads if (read := HOST_READS.of(node)) is not None}
+    fills = {node: read.fill for node in part.early_reads if (read := HOST_READS.entry(node)) is not None}
     if not fills or part.sizes_in or None in fills.values() or None in [number_part(part, node) for node in fills]:
         return None
     sources = [number_source(node) for node in fills]
