@@ -29,6 +29,7 @@ from onnxtrain.native.build import BuildError, append_digest
 from onnxtrain.ops.attention import flash, traced
 from onnxtrain.ops.index.gather import plus_row_sums
 from onnxtrain.ops.interfaces.traced_calls import TRACED_CALLS
+from onnxtrain.ops.loss.cross_entropy_saving_logits import gradient_by_aten, loss_by_aten
 from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat import program_compiler
 from onnxtrain.torch_compat.program_compiler import TraceError
@@ -379,6 +380,19 @@ def test_a_sum_of_rows_in_a_trace_equals_that_of_a_program() -> None:
     added, rows, dy = torch.randn(7, 4), torch.randint(7, (9,)), torch.randn(9, 4)
     got = TRACED_CALLS[plus_row_sums](added, rows, dy, 2)
     assert_matches(got, plus_row_sums, added, rows, dy, 2)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(5, 7), (1, 1), (0, 3)])
+def test_a_gradient_of_logits_in_a_trace_equals_that_of_a_program(reduction: int, shape: tuple[int, int]) -> None:
+    rows, classes = shape
+    scores, weights = torch.randn(shape), torch.rand(classes)
+    labels = torch.randint(classes, (rows,)).masked_fill(torch.arange(rows) == 2, -100)
+    dy = torch.randn(rows) if reduction == 0 else torch.randn(())
+    for weight in (None, weights):
+        _, *saved, total = loss_by_aten(scores, labels, weight, reduction, -100)
+        arguments = (dy, scores, *saved, labels, weight, total, reduction, -100)
+        assert torch.equal(TRACED_CALLS[gradient_by_aten](*arguments), gradient_by_aten(*arguments))
 
 
 def test_constants_of_a_trace_are_arguments() -> None:

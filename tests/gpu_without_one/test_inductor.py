@@ -33,6 +33,12 @@ def test_a_layer_launches_few_kernels(name: str, tmp_path: Path) -> None:
     assert sum(launches[1]) - sum(launches[0]) <= MOST[name]
 
 
+def test_the_gradient_of_logits_is_one_kernel(tmp_path: Path) -> None:
+    """A scatter would be another, and read and write the logits in float32."""
+    _, backward = step("gpt2", 1, tmp_path)
+    assert "scatter_add" not in backward.source
+
+
 def test_dropout_samples_in_order(tmp_path: Path) -> None:
     forward, _ = step("bert", 1, tmp_path, dropout=0.1)
     assert program_compiler.samples_in_order(forward.source, 4)

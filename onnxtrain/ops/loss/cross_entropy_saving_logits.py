@@ -30,6 +30,7 @@ from onnxtrain.ops.body_parts import int64_vector, sum_over
 from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.gradient_masks import first_cotangent
+from onnxtrain.ops.interfaces.traced_calls import TRACED_CALLS
 from onnxtrain.ops.loss.cross_entropy import (
     aten_ignore_index,
     axis_map,
@@ -89,6 +90,28 @@ def gradient_by_aten(
     factor = factor.unsqueeze(1)
     dx = torch.sub(scores, peak.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).exp_().mul_(factor)
     return dx.scatter_add_(1, class_indices.unsqueeze(1), -factor) if scores.size(1) else dx
+
+
+def _traced_gradient(
+    dy: Tensor,
+    scores: Tensor,
+    peak: Tensor,
+    log_sum: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+) -> Tensor:
+    """Compute the same for Inductor, which writes and reads the scores once more for a scatter."""
+    factor, class_indices = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
+    factor = factor.unsqueeze(1)
+    is_label = torch.arange(scores.size(1), device=scores.device) == class_indices.unsqueeze(1)
+    dx = (scores - peak.unsqueeze(1) - log_sum.unsqueeze(1)).exp() * factor
+    return torch.where(is_label, dx - factor, dx)
+
+
+TRACED_CALLS[gradient_by_aten] = _traced_gradient
 
 
 def _cotangents(
