@@ -20,7 +20,6 @@ import torch
 from onnxtrain.capture import source_location
 from onnxtrain.capture.capture import Captured, ForwardCall, capture
 from onnxtrain.capture.effects.side_effects import AssignmentError, FirstCallError, SideEffectError, SideEffects
-from onnxtrain.capture.export.eager_operators import eager_operators
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, is_capturing
 from onnxtrain.capture.guards.size_decisions import Example
 from onnxtrain.capture.kept_outputs import keep_outputs
@@ -37,6 +36,7 @@ from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, Kernel
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import Recorders
 from onnxtrain.execute.unit_builder import Rerun
+from onnxtrain.frontend.eager_operators import with_eager_operators
 from onnxtrain.graph.values import ATEN
 from onnxtrain.log import LOG
 from onnxtrain.observe import logs
@@ -366,8 +366,8 @@ class Engine:
         run, fixed = self._entry_point.in_torch, self._entry_point.fixed_sizes
 
         def make(run: ForwardCall | None) -> Captured:
-            with eager_operators():
-                return capture(self._module, structure, tensors, watch, suggested, run, fixed, outside_is_input=True)
+            arguments = self._module, structure, tensors, watch, suggested, run, fixed
+            return with_eager_operators(lambda: capture(*arguments, outside_is_input=True))
 
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
 

@@ -79,6 +79,20 @@ def test_a_function_that_asks_for_both_is_exported() -> None:
     assert SOLVE not in operators(engine_of(wrapped).newest().captured)
 
 
+def checked(system: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Leave checks of parameters out of an export."""
+    if not torch.compiler.is_exporting() and values.max() > 10.0:
+        raise ValueError("too large")
+    return system @ values
+
+
+def test_what_eager_pytorch_branches_on_is_left_out() -> None:
+    wrapped = ORTModule(Solving(checked), fallback_policy="FALLBACK_DISABLE")
+    x = torch.rand(2, 4, 4)
+    torch.testing.assert_close(wrapped(x), wrapped.module(x))
+    assert engine_of(wrapped).captures == 1
+
+
 def test_artifacts_have_the_operators_of_other_runtimes() -> None:
     captured = capture_call(Solving(solve), [torch.rand(2, 4, 4)], {})  # raises if only PyTorch can run one of them
     assert SOLVE not in operators(captured)
