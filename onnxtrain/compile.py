@@ -35,6 +35,7 @@ from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.differentiation import Differentiation, rewrite_joint, unoptimized_joint
 from onnxtrain.plan.memory_plan import MemoryPlan, plan_memory
 from onnxtrain.plan.output_views import input_views
+from onnxtrain.plan.parameter_buckets import join_forward_collectives
 from onnxtrain.plan.recompute import RecomputeChoice
 from onnxtrain.plan.storage import bind_symbols
 from onnxtrain.stages import Mode, Stages
@@ -93,7 +94,11 @@ def compile_module(
             recordings_for(captured, inputs, options, device, recorders),
             rerun,
         )
-        joint = _gradients(builder, stages) if any(wrt) else None
+        if any(wrt):
+            joint = _gradients(builder, stages)
+        else:
+            joint = None
+            join_forward_collectives(model.graph)
     if joint is not None and (functions := functions_for(name, device.type)):  # the user's: their errors are raised
         joint = stages.record_joint("user-functions", rewrite_joint(joint, functions))
     with internal_errors_as(CompileError, problem):
@@ -106,8 +111,8 @@ def _gradients(builder: UnitBuilder, stages: Stages) -> Joint:
     """Differentiate the forward graph, and optimize the joint graph."""
     differentiation = builder.differentiation
     joint = stages.record_joint("differentiate", differentiation.joint())
-    changes = optimize(joint.model, differentiation.passes)
-    return stages.record_joint("optimize-joint", joint.rebind_gradients(), changes)
+    joint, changes = differentiation.optimize(joint)
+    return stages.record_joint("optimize-joint", joint, changes)
 
 
 def _plan(joint: Joint, builder: UnitBuilder, inputs: Sequence[torch.Tensor]) -> MemoryPlan:

@@ -8,13 +8,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from onnxtrain.capture.sharded.layout import GATHERED
+from onnxtrain.capture.sharded.layout import GATHERING, Gathering
 from onnxtrain.errors import OptionError
 
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20) -> M:
+def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20, bucket_bytes: int = 25 * 2**20) -> M:
     """Replace each parameter by a DTensor, of which each rank holds a part of the first dimension, in place.
 
     The layout is that of `fully_shard`, so that torch.distributed.checkpoint saves and loads the same state dicts.
@@ -26,9 +26,12 @@ def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20)
         mesh: of one dimension.
         least_bytes: the parameters that forward reads last, together of at least this size, stay gathered for
             backward. At least 1.
+        bucket_bytes: the most bytes of whole parameters, or of gradients, that one collective communicates. Smaller
+            ones are communicated together, larger ones by themselves; 0: each by itself.
 
     Raises:
-        OptionError: the mesh has several dimensions, a parameter is a scalar, or `least_bytes` is below 1.
+        OptionError: the mesh has several dimensions, a parameter is a scalar, `least_bytes` is below 1, or
+            `bucket_bytes` below 0.
     """
     if mesh.ndim != 1:
         todo = "pass a submesh, such as mesh['dp']"
@@ -40,6 +43,14 @@ def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20)
             expected="1 or more",
             got=str(least_bytes),
             todo="pass 1 to keep only the parameter that forward reads last, or leave the default of 25 MiB",
+        )
+    if bucket_bytes < 0:
+        raise OptionError(
+            "The number of bytes that are communicated together is invalid.",
+            "shard_parameters(bucket_bytes=...)",
+            expected="0 or more",
+            got=str(bucket_bytes),
+            todo="pass 0 to communicate each parameter by itself, or leave the default of 25 MiB",
         )
     sharded: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for path, submodule in module.named_modules():
@@ -53,5 +64,5 @@ def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20)
                 shards = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
                 sharded[parameter] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
             submodule._parameters[name] = sharded[parameter]
-    module.__dict__[GATHERED] = least_bytes
+    module.__dict__[GATHERING] = Gathering(least_bytes, bucket_bytes)
     return module

@@ -32,7 +32,7 @@ from onnxtrain.log import LOG
 from onnxtrain.ops import definition_of, view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
 from onnxtrain.ops.bodies import inline_bodies
-from onnxtrain.ops.collective.parameters import GATHER_PARAMETER
+from onnxtrain.ops.collective.parameters import GATHER_PARAMETERS
 from onnxtrain.ops.index.labelled_rows import LABELLED_ROWS
 from onnxtrain.options import Options
 from onnxtrain.passes.attention_masks import split_mask
@@ -66,7 +66,7 @@ def plan_packed_variants(
     """
     if options.skip_padding == "never" or not any(v.dtype in _TOKEN_DTYPES for v in captured.model.graph.inputs):
         return None
-    if any(definition_of(node) is GATHER_PARAMETER for node in model.graph):
+    if any(definition_of(node) is GATHER_PARAMETERS for node in model.graph):
         LOG.info(
             "%s runs with padding, because its parameters are sharded: ranks with packed and with padded batches might "
             "communicate in different orders",

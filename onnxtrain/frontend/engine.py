@@ -27,7 +27,7 @@ from onnxtrain.capture.key.fast_path import FastPath, Missed, compile_fast_path
 from onnxtrain.capture.key.key import ModuleState, call_difference, environment, tensor_facts
 from onnxtrain.capture.key.recaptures import ChangingNumberError, ChangingStateError, Recaptures
 from onnxtrain.capture.refusals import refuse_call, refuse_functions, refuse_module, refuse_tensorless_call
-from onnxtrain.capture.sharded.layout import gathered_bytes
+from onnxtrain.capture.sharded.layout import gathering_of
 from onnxtrain.capture.sharded.parameters import local_tensors, taking_local_tensors
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
@@ -344,7 +344,7 @@ class Engine:
         given = [*self._read(state), *tensors]
         inputs = local_tensors(given)
         rerun = _rerun(module, self._entry_point.in_torch, structure, captured)
-        if gathered_bytes(module):
+        if gathering_of(module) is not None:
             rerun = _refuse_rerun
         twins = self._entry_point.twins.setdefault((environment(), mode, *map(tensor_facts, inputs)), [])
         twin = next((twin for twin in twins if twin.has_same_graph(captured)), None)
@@ -449,7 +449,7 @@ class Engine:
 
         None if that is switched off, or no part of it can be captured.
         """
-        if self._entry_point.pieces is None or not self._options.pieces or gathered_bytes(self._module):
+        if self._entry_point.pieces is None or not self._options.pieces or gathering_of(self._module):
             return None
         # generate() fills a cache: PyTorch is faster than finding pieces. Each piece would change a parameter again.
         # Pieces of a module that changes would have to be found again.
@@ -466,7 +466,7 @@ class Engine:
 
     def _fallback(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> _Fallback:
         """Run the module in pieces or in PyTorch; raises the error if the policy forbids a fallback."""
-        if gathered_bytes(self._module):
+        if gathering_of(self._module) is not None:
             error.add_note("The module cannot run in PyTorch instead, because shard_parameters has sharded it.")
             raise error
         if not self._options.fallback_policy.covers(error):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from onnxtrain.capture.refusals import refuse_module
-from onnxtrain.capture.sharded.layout import gathered_bytes
+from onnxtrain.capture.sharded.layout import gathering_of
 from onnxtrain.capture.source_location import depth_of_caller, hide_own_frames
 from onnxtrain.errors import ORTModuleTorchModelException
 from onnxtrain.frontend import zero3
@@ -153,7 +153,7 @@ class ORTModule(torch.nn.Module):
 
     def _instead_of_capture(self) -> Callable[..., Any] | None:
         """Return how to run a call if hooks, such as FSDP2's and ZeRO 3's, must run between parts of the module."""
-        if gathered_bytes(self.module):
+        if gathering_of(self.module) is not None:
             return None
         blocks = blocks_of(self.module)
         if (reason := reason_of_hooks(blocks)) is not None:

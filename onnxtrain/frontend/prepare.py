@@ -17,7 +17,7 @@ import torch
 
 from onnxtrain.capture.export.patches import is_capturing
 from onnxtrain.capture.refusals import refuse_module
-from onnxtrain.capture.sharded.layout import gathered_bytes
+from onnxtrain.capture.sharded.layout import gathering_of
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
 from onnxtrain.frontend.blocks import blocks_of, reason_of_hooks
 from onnxtrain.frontend.engine import Call
@@ -76,7 +76,7 @@ def prepare(model: M, regional: Regional = "auto", **options: Any) -> M:
 
 
 def _install(model: torch.nn.Module, regional: Regional, settings: Options) -> None:
-    if gathered_bytes(model):
+    if gathering_of(model) is not None:
         if regional is True:
             where, todo = f"prepare({type(model).__name__}, regional=True)", "omit regional"
             raise OptionError("Sharded parameters need one graph.", where, "regional=False or 'auto'", "True", todo)

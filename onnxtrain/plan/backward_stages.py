@@ -21,6 +21,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import Effects, definition_of
+from onnxtrain.ops.collective.transfers import WAIT
 from onnxtrain.ops.interfaces.recompute import OBJECT_OUTPUTS
 from onnxtrain.plan.cut import Cut, Part, nodes_computing
 from onnxtrain.torch_compat.autograd import why_no_stages
@@ -116,7 +117,8 @@ def split_backward(parts: Cut, groups: Groups, inputs_are_first: bool = False) -
         own = part.nodes[start:end]
         gradients = tuple(part.outputs[index] for index in group)
         carried = [v for node in own for v in node.outputs if v in later]
-        goals = [*(g for g in gradients if g is not None), *carried]
+        waited = [node.outputs[0] for node in own if definition_of(node) is WAIT]  # also if a bucket's others are read
+        goals = [*(g for g in gradients if g is not None), *carried, *waited]
         nodes, reads = nodes_computing(own, goals, part.host, part.nodes, Effects.PYTHON)
         reads = [v for v in reads if v.const_value is None]
         tensors_in, sizes_in = _tensors_and_sizes(reads, part)

@@ -14,10 +14,12 @@ from onnxtrain.graph.values import type_of
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.elementwise.arithmetic import ADD
 from onnxtrain.passes import Pass, optimize
+from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.fuse_sums import fuse_gradient_sums
 from onnxtrain.passes.rewriting import only_user, substitute
 from onnxtrain.passes.user_graph_optimizers import GraphFunction, rewrite
 from onnxtrain.plan.mutated_inputs import differentiate_with_copies
+from onnxtrain.plan.parameter_buckets import join_collectives
 
 Flags = tuple[bool, ...]
 
@@ -54,9 +56,12 @@ class Differentiation:
 
     def optimized(self, cotangents: Flags | None = None) -> Joint:
         """Return the joint graph after the passes."""
-        joint = self.joint(cotangents)
-        optimize(joint.model, self.passes)
-        return joint.rebind_gradients()
+        return self.optimize(self.joint(cotangents))[0]
+
+    def optimize(self, joint: Joint) -> tuple[Joint, Changes]:
+        """Run the passes over a joint graph, and return it with what they did."""
+        changes = optimize(joint.model, self.passes)
+        return join_collectives(joint.rebind_gradients()), changes
 
     def without_cotangents(self, joint: Joint, cotangents: Flags) -> Joint | None:
         """Remove the cotangents that are not in `cotangents` from a joint graph after the passes, in place.

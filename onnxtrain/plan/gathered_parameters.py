@@ -1,8 +1,8 @@
 """Gather sharded parameters again in backward, instead of keeping them from forward.
 
-    before   shard ─GatherParameter─> w ─Linear─> y                  backward reads w: kept
-    after    shard ─GatherParameter─> w ─Linear─> y
-             shard ─GatherParameter─> w'                             just before backward's first reader
+    before   shard ─GatherParameters─> w ─Linear─> y                  backward reads w: kept
+    after    shard ─GatherParameters─> w ─Linear─> y
+             shard ─GatherParameters─> w'                             just before backward's first reader
 
 So is everything computed from parameters alone, such as a cast. Those with `keep=1` are kept: forward reads them last,
 and backward first.
@@ -14,30 +14,40 @@ read them are not recomputed to fit a budget. If a recomputed node reads another
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 
 from onnxtrain.autodiff import Joint
 from onnxtrain.graph import traversal
 from onnxtrain.ops import definition_of, view
-from onnxtrain.ops.collective.parameters import GATHER_PARAMETER
+from onnxtrain.ops.collective.parameters import GATHER_PARAMETERS
 from onnxtrain.ops.collective.transfers import WAIT
 from onnxtrain.plan.cut import Cut, cut
 from onnxtrain.plan.recompute import is_recomputable
 
 
+def gathers_of(joint: Joint) -> list[ir.Node]:
+    """Return the nodes of forward that gather parameters."""
+    return [n for n in joint.model.graph if definition_of(n) is GATHER_PARAMETERS and n in joint.forward_nodes]
+
+
 def gathered_again(joint: Joint) -> list[ir.Value]:
     """Return the values of forward that are computed from gathered parameters alone."""
-    gathers = [n for n in joint.model.graph if definition_of(n) is GATHER_PARAMETER and not view(n).keep]
+    gathers = [gather for gather in gathers_of(joint) if not view(gather).keep]
     if not gathers:
         return []
     parts = cut(joint)
-    derived = set(_derived(parts, gathers))
-    needed = _producers(value for value in parts.kept if value in derived)
-    values = _derived(parts, [gather for gather in gathers if gather in needed])
+    values = _derived(parts, read_in_backward(parts, gathers))
     results = set(parts.forward.outputs[: parts.forward.num_user_outputs])
     return [value for value in values if value not in results]
+
+
+def read_in_backward(parts: Cut, gathers: Sequence[ir.Node]) -> list[ir.Node]:
+    """Return those of these gathers whose results, or values computed from them alone, backward reads."""
+    derived = set(_derived(parts, gathers))
+    needed = _producers(value for value in parts.kept if value in derived)
+    return [gather for gather in gathers if gather in needed]
 
 
 def _derived(parts: Cut, gathers: Collection[ir.Node]) -> list[ir.Value]:

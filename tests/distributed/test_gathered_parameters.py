@@ -92,8 +92,10 @@ def fake_mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def sharded(model: nn.Module, mesh: DeviceMesh, least_bytes: int = ONE, **options: Any) -> ORTModule:
-    return ORTModule(shard_parameters(model, mesh, least_bytes), rng="torch", **options)
+def sharded(
+    model: nn.Module, mesh: DeviceMesh, least_bytes: int = ONE, bucket_bytes: int = 0, **options: Any
+) -> ORTModule:
+    return ORTModule(shard_parameters(model, mesh, least_bytes, bucket_bytes), rng="torch", **options)
 
 
 def test_parameters_are_gathered_in_both_directions(mesh: DeviceMesh) -> None:
@@ -118,9 +120,9 @@ def test_parameters_are_gathered_in_both_directions(mesh: DeviceMesh) -> None:
     parts = engine.newest().parts
     assert parts is not None
     count = len(list(model.parameters()))
-    assert Counter(node.op_type for node in parts.forward.nodes)["GatherParameter"] == count
+    assert Counter(node.op_type for node in parts.forward.nodes)["GatherParameters"] == count
     backward = Counter(node.op_type for node in parts.backward.nodes)
-    assert (backward["GatherParameter"], backward["ReduceGradient"]) == (2, count)  # of `up` and `down` the weights
+    assert (backward["GatherParameters"], backward["ReduceGradients"]) == (2, count)  # of `up` and `down` the weights
 
 
 def test_a_state_dict_is_that_of_fully_shard(fake_mesh: DeviceMesh) -> None:
@@ -148,24 +150,28 @@ class Traffic:
         gathered: the bytes of the results of all-gathers.
         reduced: the bytes of the operands of reduce-scatters.
         calls: how many there were of each.
+        pending: the number of results that nothing has waited for.
         held: the bytes of gathered results that are held now.
         most_held: the most of these.
     """
 
     def __init__(self) -> None:
-        self.gathered = self.reduced = self.held = self.most_held = 0
+        self.gathered = self.reduced = self.pending = self.held = self.most_held = 0
         self.calls: Counter[str] = Counter()
 
-    def gather(self, result: torch.Tensor) -> None:
-        self.gathered += result.nbytes
+    def gather(self, *results: torch.Tensor) -> None:
         self.calls["gather"] += 1
-        self.held += result.nbytes
+        self.pending += len(results)
+        for result in results:
+            self.gathered += result.nbytes
+            self.held += result.nbytes
+            weakref.finalize(result.untyped_storage(), self._release, result.nbytes)
         self.most_held = max(self.most_held, self.held)
-        weakref.finalize(result.untyped_storage(), self._release, result.nbytes)
 
-    def reduce(self, operand: torch.Tensor) -> None:
-        self.reduced += operand.nbytes
+    def reduce(self, *operands: torch.Tensor) -> None:
         self.calls["reduce"] += 1
+        self.pending += len(operands)
+        self.reduced += sum(operand.nbytes for operand in operands)
 
     def _release(self, nbytes: int) -> None:
         self.held -= nbytes
@@ -191,17 +197,32 @@ class OfGraph:
     """Stands for the functional collectives, and counts what a graph communicates."""
 
     def __init__(self, traffic: Traffic, original: Any) -> None:
-        self.traffic, self.wait_tensor, self._original = traffic, original.wait_tensor, original
+        self.traffic, self._original = traffic, original
+
+    def wait_tensor(self, pending: torch.Tensor) -> torch.Tensor:
+        self.traffic.pending -= 1
+        result: torch.Tensor = self._original.wait_tensor(pending)
+        return result
 
     def all_gather_into_tensor(self, *args: Any) -> torch.Tensor:
         result: torch.Tensor = self._original.all_gather_into_tensor(*args)
         self.traffic.gather(result)
         return result
 
+    def all_gather_into_tensor_coalesced(self, *args: Any) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = self._original.all_gather_into_tensor_coalesced(*args)
+        self.traffic.gather(*results)
+        return results
+
     def reduce_scatter_tensor(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
         self.traffic.reduce(x)
         result: torch.Tensor = self._original.reduce_scatter_tensor(x, *args)
         return result
+
+    def reduce_scatter_tensor_coalesced(self, xs: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
+        self.traffic.reduce(*xs)
+        results: list[torch.Tensor] = self._original.reduce_scatter_tensor_coalesced(xs, *args)
+        return results
 
 
 def step(subject: nn.Module) -> None:
@@ -219,30 +240,60 @@ def traffic_of_eager(model: Model, mesh: DeviceMesh) -> Traffic:
     return traffic
 
 
-def traffic_of_graph(model: Model, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+def counted(
+    model: Model, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int = 0
+) -> tuple[ORTModule, Traffic]:
+    """Return a model after a step, and what that communicated."""
     traffic = Traffic()
-    counting = OfGraph(traffic, parameters.functional_collectives)
+    counting = OfGraph(traffic, torch.ops._c10d_functional)
     for module in (parameters, transfers):
         monkeypatch.setattr(module, "functional_collectives", counting)
-    step(sharded(model, mesh))
-    return traffic
+    subject = sharded(model, mesh, bucket_bytes=bucket_bytes)
+    step(subject)
+    return subject, traffic
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["apart", "tied"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 def test_no_more_is_sent_than_by_fsdp(tied: bool, fake_mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = traffic_of_eager(Model(plain=False, tied=tied), fake_mesh)
     model = Model(plain=False, tied=tied)
-    ours = traffic_of_graph(model, fake_mesh, monkeypatch)
+    _, ours = counted(model, fake_mesh, monkeypatch)
     assert 0 < ours.gathered <= theirs.gathered
     assert 0 < ours.reduced <= theirs.reduced
 
 
+@pytest.mark.parametrize(
+    ("bucket_bytes", "gathers", "reduces"),
+    [
+        # forward gathers what backward reads, and the rest; backward the former
+        (2**20, 2 + 1, 1),
+        # the weights of `up` and `down` are as large as a bucket; forward, backward
+        pytest.param(24 * WIDTH * 4, 2 + 2 + 2, 2 + 2, marks=pytest.mark.slow),
+    ],
+    ids=["all", "some"],
+)
+def test_small_parameters_are_communicated_together(
+    bucket_bytes: int, gathers: int, reduces: int, fake_mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without buckets there is a collective for each parameter and direction; the bytes are the same."""
+    model = Model()
+    subject, traffic = counted(model, fake_mesh, monkeypatch, bucket_bytes)
+    assert traffic.calls == {"gather": gathers, "reduce": reduces}
+    weights = 2 * 24 * WIDTH  # of `up` and `down`, which backward reads
+    everything = weights + 24 + WIDTH + 2 * (CLASSES + 1) * WIDTH  # 13 rows are padded to an even number
+    assert (traffic.gathered, traffic.reduced) == (4 * (everything + weights), 4 * everything)
+    torch.autograd.grad(subject(*batch(0)), [model.blocks[0].down.bias])
+    assert traffic.pending == 0  # also of what this backward does not read
+
+
+@pytest.mark.slow
 def test_gathered_parameters_are_released(fake_mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most those of one block are held, besides the one that is kept and the one that backward reads next."""
     model = Model(layers=3)
     largest = max(parameter.nbytes for parameter in model.parameters())
     bound = 2 * largest + (CLASSES + 1) * WIDTH * 4  # rows of the head are padded to an even number
-    traffic = traffic_of_graph(model, fake_mesh, monkeypatch)
+    _, traffic = counted(model, fake_mesh, monkeypatch)
     assert 0 < traffic.most_held <= bound
     assert traffic.held == 0
 
@@ -259,27 +310,30 @@ def collectives(rank: int, **options: Any) -> list[tuple[str, Any]]:
         parts = engine_of(subject).newest().parts
         assert parts is not None
         nodes = (*parts.forward.nodes, *parts.backward.nodes)
-        return [(node.op_type, node.outputs[0].shape) for node in nodes if node.op_type in COLLECTIVES]
+        return [(node.op_type, [v.shape for v in node.outputs]) for node in nodes if node.op_type in COLLECTIVES]
     finally:
         dist.destroy_process_group()
 
 
-COLLECTIVES = ("GatherParameter", "ReduceGradient")
+COLLECTIVES = ("GatherParameters", "ReduceGradients")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "": {},
+    "no options": {},
     "budget": {"memory_budget_bytes": 0.85},
+    "buckets": {"memory_budget_bytes": 0.85, "bucket_bytes": 1000},
     "layers": {"recompute": "layers"},
 }
 
 
-@pytest.mark.parametrize("name", ["budget", *(pytest.param(name, marks=pytest.mark.slow) for name in ("", "layers"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
 def test_ranks_whose_batches_differ_communicate_alike(name: str) -> None:
     """Also of 13 rows, rank 1 has 6: its graph pads them."""
     first, second = (collectives(rank, **OPTIONS[name]) for rank in range(2))
     assert first == second
-    assert len(first) == 16 + 7 + 16  # gathered, gathered again, reduced
+    if name != "buckets":
+        assert len(first) == 16 + 7 + 16  # gathered, gathered again, reduced
 
 
 def plain(model: Model, mesh: DeviceMesh) -> None:
@@ -367,6 +421,8 @@ def test_what_cannot_be_sharded_is_refused(problem: str, mesh: DeviceMesh) -> No
 STEPS = 3
 WAYS: dict[str, dict[str, Any]] = {
     "one kept": {"least_bytes": ONE},
+    "in buckets": {"bucket_bytes": 1000},
+    "in one bucket": {"bucket_bytes": 2**20, "memory_budget_bytes": 0.8},
     "some kept": {"least_bytes": 3000},
     "within a budget": {"least_bytes": ONE, "memory_budget_bytes": 0.8},
     "layers recomputed": {"least_bytes": ONE, "recompute": "layers"},

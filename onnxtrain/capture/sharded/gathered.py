@@ -1,7 +1,7 @@
 """Capture a module whose parameters are sharded over data-parallel ranks: each is gathered where forward reads it.
 
-    before   shard ─GatherParameter─WaitCollective─> parameter        at the beginning of forward
-    after    ... shard ─GatherParameter─WaitCollective─> parameter    just before its first reader
+    before   shard ─GatherParameters─WaitCollective─> parameter        at the beginning of forward
+    after    ... shard ─GatherParameters─WaitCollective─> parameter    just before its first reader
 
 Forward computes with whole parameters, on the data of this rank.
 """
@@ -15,13 +15,13 @@ from contextlib import contextmanager
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.sharded.layout import Group, Layout, dtensor_class, gathered_bytes, is_sharded
+from onnxtrain.capture.sharded.layout import Group, Layout, dtensor_class, gathering_of, is_sharded
 from onnxtrain.capture.sharded.parameters import LocalTensors, ShardedParameters
 from onnxtrain.errors import CaptureError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.values import dtype_of
 from onnxtrain.ops import definition_of
-from onnxtrain.ops.collective.parameters import GATHER_PARAMETER
+from onnxtrain.ops.collective.parameters import GATHER_PARAMETERS
 from onnxtrain.ops.collective.transfers import OPERATORS, WAIT
 from onnxtrain.ops.reshape.slicing import SLICE
 
@@ -71,7 +71,7 @@ def sharded_parameters(module: torch.nn.Module) -> GatheredParameters | ShardedP
     Raises:
         CaptureError: one is laid out as a graph does not support.
     """
-    return GatheredParameters(module) if gathered_bytes(module) else ShardedParameters(module)
+    return ShardedParameters(module) if gathering_of(module) is None else GatheredParameters(module)
 
 
 def _group_of(module: torch.nn.Module) -> Group:
@@ -112,8 +112,11 @@ def gather_before_readers(graph: ir.Graph, module: torch.nn.Module) -> None:
 
     Those that forward reads last are kept for backward, as many bytes of them as `shard_parameters` was told.
     """
+    gathering = gathering_of(module)
+    if gathering is None:
+        return
     positions = {node: position for position, node in enumerate(graph)}
-    chains = [_chain(node) for node in graph if definition_of(node) is GATHER_PARAMETER]
+    chains = [_chain(node) for node in graph if definition_of(node) is GATHER_PARAMETERS]
     reads: dict[ir.Node, tuple[int, int]] = {}
     for chain in chains:
         value = chain[-1].outputs[0]
@@ -127,11 +130,12 @@ def gather_before_readers(graph: ir.Graph, module: torch.nn.Module) -> None:
         reads[_gather_of(chain)] = min(readers), max(readers)
     nodes = list(positions)
     used = [chain for chain in chains if _gather_of(chain) in reads]
-    kept = _first_of(sorted(reads, key=lambda gather: -reads[gather][1]), gathered_bytes(module))
+    kept = _first_of(sorted(reads, key=lambda gather: -reads[gather][1]), gathering.least_bytes)
     for order, chain in enumerate(sorted(used, key=lambda chain: reads[_gather_of(chain)][0])):
         gather = _gather_of(chain)
         gather.attributes["order"] = ir.AttrInt64("order", order)
         gather.attributes["keep"] = ir.AttrInt64("keep", int(gather in kept))
+        gather.attributes["bucket_bytes"] = ir.AttrInt64("bucket_bytes", gathering.bucket_bytes)
         first = reads[gather][0]
         graph.remove(chain)
         graph.extend(chain) if first == len(nodes) else graph.insert_before(nodes[first], chain)
@@ -164,4 +168,4 @@ def _chain(gather: ir.Node) -> list[ir.Node]:
 
 
 def _gather_of(chain: Sequence[ir.Node]) -> ir.Node:
-    return next(node for node in chain if definition_of(node) is GATHER_PARAMETER)
+    return next(node for node in chain if definition_of(node) is GATHER_PARAMETERS)

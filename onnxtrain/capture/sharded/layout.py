@@ -13,13 +13,25 @@ from onnxtrain.errors import CaptureError
 _DTENSOR = "torch.distributed.tensor"
 
 
-# Attribute of a module whose DTensor parameters forward gathers: how many bytes of those read last backward keeps.
-GATHERED = "_onnxtrain_gathered"
+GATHERING = "_onnxtrain_gathering"  # attribute of a module with a Gathering
 
 
-def gathered_bytes(module: torch.nn.Module) -> int:
-    """Return the value of GATHERED of a module or of one that it contains; 0 if there is none."""
-    return next((submodule.__dict__[GATHERED] for submodule in module.modules() if GATHERED in submodule.__dict__), 0)
+@dataclass(frozen=True)
+class Gathering:
+    """How a graph gathers the DTensor parameters of a module, from `shard_parameters`.
+
+    Attributes:
+        least_bytes: how many bytes of the parameters that forward reads last backward keeps.
+        bucket_bytes: the most bytes of parameters, or of gradients, that one collective communicates together.
+    """
+
+    least_bytes: int
+    bucket_bytes: int
+
+
+def gathering_of(module: torch.nn.Module) -> Gathering | None:
+    """Return how the parameters of a module, or of one that it contains, are gathered; None if they are not."""
+    return next((m.__dict__[GATHERING] for m in module.modules() if GATHERING in m.__dict__), None)
 
 
 def is_sharded(tensor: object) -> bool:

@@ -1,23 +1,26 @@
 """The collectives of parameters that are sharded over data-parallel ranks (`distributed/parameters.py`).
 
-    GatherParameter(x)   the shards of all ranks, one after another along axis 0
-    ReduceGradient(x)    the mean over the ranks, of which each rank gets its part of axis 0
+    GatherParameters(xs)   of each x the shards of all ranks, one after another along axis 0
+    ReduceGradients(xs)    of each x the mean over the ranks, of which each rank gets its part of axis 0
 
-As ops they are AllGather and ReduceScatter. The ranks compute with different data, so that the gradient of a parameter
-is the mean of theirs. A gathered parameter is the same each time: backward may gather it again instead of keeping it.
-With `keep=1` it is kept. `order` numbers the parameters of a graph by their first readers in forward.
+The ranks compute with different data, so that the gradient of a parameter is the mean of theirs. A gathered parameter
+is the same each time: backward may gather it again instead of keeping it. With `keep=1` it is kept. `order` numbers the
+parameters of a graph by their first readers in forward. A capture gathers each parameter by itself;
+`plan/parameter_buckets.py` joins nodes up to `bucket_bytes`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
+from onnxtrain.graph import sizes
 from onnxtrain.graph.axes import NO_AXES
 from onnxtrain.graph.builder import Builder
-from onnxtrain.graph.values import OWN
+from onnxtrain.graph.values import OWN, TensorType, dtype_of
 from onnxtrain.ops.collective.transfers import (
     GROUP,
     IN_GROUP,
@@ -26,8 +29,6 @@ from onnxtrain.ops.collective.transfers import (
     all_gather,
     capture_operator,
     gathered_on_fakes,
-    gathered_type,
-    shard_type,
     wait,
 )
 from onnxtrain.ops.definition import NOT_DIFFERENTIABLE, Call, Effects, Gradient, Kernel, NodeView, OpDef
@@ -40,57 +41,109 @@ Tensor = torch.Tensor
 _AVERAGED = (torch.float32, torch.bfloat16)  # as in FSDP2: a sum of float16 could overflow before its division
 
 
+def _gather_parameters(xs: Sequence[Tensor], size: int, group: str) -> Sequence[Tensor]:
+    if size == 1:
+        return [x.clone() for x in xs]
+    results: list[Tensor] = functional_collectives.all_gather_into_tensor_coalesced(
+        [x.contiguous() for x in xs], size, group
+    )
+    return results
+
+
 def _reduce_gradient(x: Tensor, size: int, group: str) -> Tensor:
     if size == 1:
         return x.clone()
-    averages = x.dtype in _AVERAGED
-    terms = x.contiguous() if averages else x / size
-    result: Tensor = functional_collectives.reduce_scatter_tensor(terms, "avg" if averages else "sum", size, group)
+    terms, reduction = _terms([x], size)
+    result: Tensor = functional_collectives.reduce_scatter_tensor(terms[0], reduction, size, group)
     return result
 
 
-def _gradient(op: Builder, n: NodeView, dy: ir.Value) -> ir.Value:
-    return wait(op, op.own.ReduceGradient(dy, size=n.size, rank=n.rank, group=n.group, order=n.order), dy)
+def _reduce_gradients(xs: Sequence[Tensor], size: int, group: str) -> Sequence[Tensor]:
+    if size == 1:
+        return [x.clone() for x in xs]
+    results: list[Tensor] = functional_collectives.reduce_scatter_tensor_coalesced(*_terms(xs, size), size, group)
+    return results
+
+
+def _terms(xs: Sequence[Tensor], size: int) -> tuple[list[Tensor], str]:
+    """Return what the ranks reduce, and how, to get the means of these."""
+    if all(x.dtype in _AVERAGED for x in xs):
+        return [x.contiguous() for x in xs], "avg"
+    return [x / size for x in xs], "sum"
+
+
+def _gradient(op: Builder, n: NodeView, *dys: ir.Value | None) -> Sequence[ir.Value | None]:
+    attributes = {name: getattr(n, name) for name in _ATTRIBUTES}
+    return [None if dy is None else wait(op, op.own.ReduceGradients(dy, **attributes), dy) for dy in dys]
+
+
+def _lower(one: Callable[..., Tensor], several: Callable[..., Sequence[Tensor]]) -> Callable[..., Call]:
+    def lower(n: NodeView, xs: Sequence[Any]) -> Call:
+        return Call(one, xs[0], n.size, n.group) if len(xs) == 1 else Call(several, xs, n.size, n.group)
+
+    return lower
+
+
+def _gathered_types(n: NodeView) -> Sequence[TensorType]:
+    shapes = map(sizes.dims_of, n.xs)
+    return [
+        TensorType(dtype_of(x), (sizes.multiply(n.size, rows), *others))
+        for x, (rows, *others) in zip(n.xs, shapes, strict=True)
+    ]
+
+
+def _shard_types(n: NodeView) -> Sequence[TensorType]:
+    shapes = map(sizes.dims_of, n.xs)
+    return [
+        TensorType(dtype_of(x), (sizes.floor_divide(rows, n.size), *others))
+        for x, (rows, *others) in zip(n.xs, shapes, strict=True)
+    ]
+
+
+def _one_per_input(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> int:
+    return len(inputs)
 
 
 _OPERATOR = Operator(f"gather_parameter(Tensor x, {IN_GROUP})", gathered_on_fakes)
-_ATTRIBUTES: dict[str, Any] = {**GROUP, "order": 0}
+_ATTRIBUTES: dict[str, Any] = {**GROUP, "order": 0, "bucket_bytes": 0}
 
-GATHER_PARAMETER = define(
+GATHER_PARAMETERS = define(
     OpDef(
         domain=OWN,
-        name="GatherParameter",
-        inputs=("x",),
-        outputs=("y",),
+        name="GatherParameters",
+        inputs=("xs...",),
+        outputs=("ys...",),
         attributes={**_ATTRIBUTES, "keep": 0},
-        from_torch={f"onnxtrain.{_OPERATOR.define()}.default": capture_operator("GatherParameter", _OPERATOR)},
-        shapes=gathered_type,
+        from_torch={f"onnxtrain.{_OPERATOR.define()}.default": capture_operator("GatherParameters", _OPERATOR)},
+        shapes=_gathered_types,
         body=NO_BODY,
         gradient=(Gradient(_gradient, ()),),
         nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=lambda n, x: Call(all_gather, x, n.size, n.group)),),
+        kernels=(Kernel(lower=_lower(all_gather, _gather_parameters)),),
         axes=lambda n: NO_AXES,
         effects=Effects.COLLECTIVE,
         aliases={},
+        count_outputs=_one_per_input,
     )
 )
-REDUCE_GRADIENT = define(
+REDUCE_GRADIENTS = define(
     OpDef(
         domain=OWN,
-        name="ReduceGradient",
-        inputs=("x",),
-        outputs=("y",),
+        name="ReduceGradients",
+        inputs=("xs...",),
+        outputs=("ys...",),
         attributes=_ATTRIBUTES,
         from_torch={},
-        shapes=shard_type,
+        shapes=_shard_types,
         body=NO_BODY,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=lambda n, x: Call(_reduce_gradient, x, n.size, n.group)),),
+        kernels=(Kernel(lower=_lower(_reduce_gradient, _reduce_gradients)),),
         axes=lambda n: NO_AXES,
         effects=Effects.COLLECTIVE,
         aliases={},
+        count_outputs=_one_per_input,
     )
 )
-FLOPS.register(GATHER_PARAMETER, lambda n: 0)
-FLOPS.register(REDUCE_GRADIENT, lambda n: 0)
+FLOPS.register(GATHER_PARAMETERS, lambda n: 0)
+FLOPS.register(REDUCE_GRADIENTS, lambda n: 0)
