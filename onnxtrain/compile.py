@@ -36,6 +36,7 @@ from onnxtrain.plan.differentiation import Differentiation, rewrite_joint, unopt
 from onnxtrain.plan.memory_plan import MemoryPlan, plan_memory
 from onnxtrain.plan.output_views import input_views
 from onnxtrain.plan.parameter_buckets import join_forward_collectives
+from onnxtrain.plan.parameter_order import limit_in_flight
 from onnxtrain.plan.recompute import RecomputeChoice
 from onnxtrain.plan.storage import bind_symbols
 from onnxtrain.stages import Mode, Stages
@@ -94,11 +95,7 @@ def compile_module(
             recordings_for(captured, inputs, options, device, recorders),
             rerun,
         )
-        if any(wrt):
-            joint = _gradients(builder, stages)
-        else:
-            joint = None
-            join_forward_collectives(model.graph)
+        joint = _gradients(builder, stages) if any(wrt) else None
     if joint is not None and (functions := functions_for(name, device.type)):  # the user's: their errors are raised
         joint = stages.record_joint("user-functions", rewrite_joint(joint, functions))
     with internal_errors_as(CompileError, problem):
@@ -110,6 +107,7 @@ def compile_module(
 def _gradients(builder: UnitBuilder, stages: Stages) -> Joint:
     """Differentiate the forward graph, and optimize the joint graph."""
     differentiation = builder.differentiation
+    limit_in_flight(differentiation.forward.graph, builder.options.memory_budget_bytes)
     joint = stages.record_joint("differentiate", differentiation.joint())
     joint, changes = differentiation.optimize(joint)
     return stages.record_joint("optimize-joint", joint, changes)
@@ -148,7 +146,9 @@ def _lower_training(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[tor
 
 
 def _lower_inference(builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
-    captured, model, unit = builder.captured, builder.differentiation.forward, builder.inference_unit()
+    captured, model = builder.captured, builder.differentiation.forward
+    join_forward_collectives(model.graph)
+    unit = builder.inference_unit()
     stages.end("plan", model, refused=builder.not_recorded(unit))
     symbol_values = bind_symbols(model.graph.inputs, inputs)
     return Compiled(captured, unit, stages.report(), runner(captured, unit), symbol_values, layout=builder.layout)

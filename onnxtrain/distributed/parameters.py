@@ -14,7 +14,13 @@ from onnxtrain.errors import OptionError
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20, bucket_bytes: int = 25 * 2**20) -> M:
+def shard_parameters(
+    module: M,
+    mesh: DeviceMesh,
+    least_bytes: int = 25 * 2**20,
+    bucket_bytes: int = 25 * 2**20,
+    in_flight_bytes: int = 100 * 2**20,
+) -> M:
     """Replace each parameter by a DTensor, of which each rank holds a part of the first dimension, in place.
 
     The layout is that of `fully_shard`, so that torch.distributed.checkpoint saves and loads the same state dicts.
@@ -28,14 +34,36 @@ def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20,
             backward. At least 1.
         bucket_bytes: the most bytes of whole parameters, or of gradients, that one collective communicates. Smaller
             ones are communicated together, larger ones by themselves; 0: each by itself.
+        in_flight_bytes: the most bytes of whole parameters that are gathered before they are needed, and of gradients
+            whose reduction is not awaited yet, while other nodes are computed; 0: none. A `memory_budget_bytes` that is
+            a number of bytes, the same on all ranks, limits each to an eighth of it.
 
     Raises:
-        OptionError: the mesh has several dimensions, a parameter is a scalar, `least_bytes` is below 1, or
-            `bucket_bytes` below 0.
+        OptionError: the mesh has several dimensions, a parameter is a scalar, `least_bytes` is below 1, or another
+            number of bytes below 0.
     """
     if mesh.ndim != 1:
         todo = "pass a submesh, such as mesh['dp']"
         raise OptionError("The mesh is not supported.", "shard_parameters", "a mesh of one dimension", str(mesh), todo)
+    _check_bytes(least_bytes, bucket_bytes, in_flight_bytes)
+    sharded: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for path, submodule in module.named_modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if parameter.dim() == 0:
+                where, todo = f"{path}.{name}".lstrip("."), "give it the shape (1,)"
+                raise OptionError("A scalar parameter cannot be sharded.", where, "a dimension", "none", todo)
+            if parameter not in sharded:
+                shards = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                sharded[parameter] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
+            submodule._parameters[name] = sharded[parameter]
+    module.__dict__[GATHERING] = Gathering(least_bytes, bucket_bytes, in_flight_bytes)
+    return module
+
+
+def _check_bytes(least_bytes: int, bucket_bytes: int, in_flight_bytes: int) -> None:
+    """Raise OptionError if a number of bytes is invalid."""
     if least_bytes < 1:
         raise OptionError(
             "The number of bytes to keep gathered for backward is invalid.",
@@ -52,17 +80,11 @@ def shard_parameters(module: M, mesh: DeviceMesh, least_bytes: int = 25 * 2**20,
             got=str(bucket_bytes),
             todo="pass 0 to communicate each parameter by itself, or leave the default of 25 MiB",
         )
-    sharded: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for path, submodule in module.named_modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is None or isinstance(parameter, DTensor):
-                continue
-            if parameter.dim() == 0:
-                where, todo = f"{path}.{name}".lstrip("."), "give it the shape (1,)"
-                raise OptionError("A scalar parameter cannot be sharded.", where, "a dimension", "none", todo)
-            if parameter not in sharded:
-                shards = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-                sharded[parameter] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
-            submodule._parameters[name] = sharded[parameter]
-    module.__dict__[GATHERING] = Gathering(least_bytes, bucket_bytes)
-    return module
+    if in_flight_bytes < 0:
+        raise OptionError(
+            "The number of bytes that are communicated during computation is invalid.",
+            "shard_parameters(in_flight_bytes=...)",
+            expected="0 or more",
+            got=str(in_flight_bytes),
+            todo="pass 0 to wait for each collective at once, or leave the default of 100 MiB",
+        )

@@ -32,6 +32,8 @@ from onnxtrain.execute.boundary import (
     run_and_save,
 )
 from onnxtrain.execute.program import Program, drain
+from onnxtrain.ops import Effects, definition_of
+from onnxtrain.ops.collective.transfers import complete
 from onnxtrain.plan.backward_stages import Groups
 from onnxtrain.plan.cut import Part
 from onnxtrain.torch_compat import autograd
@@ -115,6 +117,13 @@ class StagedRun:
         self._sizes.update(zip(part.sizes_out, sizes, strict=True))
         return list(gradients)
 
+    def complete_collectives(self) -> None:
+        """Wait for the collectives of stages that ran, for which only later ones would: PyTorch keeps their results."""
+        for value, tensor in self._tensors.items():
+            producer = value.producer()
+            if producer is not None and Effects.COLLECTIVE in definition_of(producer).effects:
+                complete(tensor)
+
 
 class GroupedBoundary:
     """Runs units of one capture so that autograd sees groups of their inputs apart.
@@ -168,7 +177,9 @@ class _Call:
         runs[backward_id] = self.boundary.begin(ctx, cotangents)
 
         def drop() -> None:
-            runs.pop(backward_id, None)
+            run = runs.pop(backward_id, None)
+            if isinstance(run, StagedRun):
+                run.complete_collectives()
 
         autograd.queue_callback(drop)
 

@@ -19,6 +19,7 @@ from onnxtrain.autodiff import Joint
 from onnxtrain.graph.host import host_values, reads_shape
 from onnxtrain.ops import Effects, definition_of
 from onnxtrain.ops.collective.transfers import WAIT
+from onnxtrain.plan.parameter_order import overlapped
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def single_part(model: ir.Model) -> Part:
     """Make one part of a graph without gradients."""
     nodes = tuple(model.graph)
     host = frozenset(host_values(nodes, definition_of))
-    return Part(nodes, tuple(model.graph.inputs), (), tuple(model.graph.outputs), (), host, len(model.graph.outputs))
+    results = tuple(model.graph.outputs)
+    return Part(overlapped(nodes, results), tuple(model.graph.inputs), (), results, (), host, len(results))
 
 
 def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
@@ -87,9 +89,9 @@ def cut(joint: Joint, wanted: Sequence[bool] | None = None) -> Cut:
     forward, _ = nodes_computing([n for n in nodes if n in forward_nodes], goals, host, nodes, ~Effects.NONE)
     inputs = tuple(v for v in graph.inputs if v not in cotangents)
     return Cut(
-        Part(forward, inputs, (), (*results, *kept), crossing, host, len(results)),
+        Part(overlapped(forward, goals), inputs, (), (*results, *kept), crossing, host, len(results)),
         Part(
-            backward,
+            overlapped(backward, gradients),
             (*kept, *(c for c in joint.cotangents if c is not None)),
             crossing,
             gradients,

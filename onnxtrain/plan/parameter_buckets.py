@@ -12,19 +12,19 @@ Buckets depend on the graph alone and never on the sizes of a rank's batches: al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from onnxtrain.autodiff import Joint
-from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph import traversal
 from onnxtrain.graph.values import dtype_of, set_type, type_of
 from onnxtrain.ops import OpDef, definition_of, view
 from onnxtrain.ops.collective.parameters import GATHER_PARAMETERS, REDUCE_GRADIENTS
 from onnxtrain.plan.cut import cut
 from onnxtrain.plan.gathered_parameters import gathers_of, read_in_backward
+from onnxtrain.plan.parameter_order import whole_bytes
 
 Buckets = list[list[ir.Node]]
 
@@ -66,19 +66,13 @@ def _buckets(graph: ir.Graph, definition: OpDef, kind: Callable[[ir.Node], Hasha
         key = kind(node), dtype_of(node.inputs[0])  # type: ignore[arg-type]  # an input is there
         bucket = filling.setdefault(key, [])
         limit = view(node).bucket_bytes
-        if _bytes([node]) >= limit:
+        if whole_bytes(node) >= limit:
             continue
-        if _bytes([*bucket, node]) > limit:
+        if sum(map(whole_bytes, (*bucket, node))) > limit:
             complete.append(bucket)
             bucket = filling[key] = []
         bucket.append(node)
     return [bucket for bucket in (*complete, *filling.values()) if len(bucket) > 1]
-
-
-def _bytes(nodes: Sequence[ir.Node]) -> int:
-    """Return the bytes of whole parameters, or of their gradients, that nodes communicate."""
-    wholes = [v for n in nodes for v in (n.outputs if definition_of(n) is GATHER_PARAMETERS else n.inputs)]
-    return sum(math.prod(map(int, sizes.dims_of(v))) * int(dtype_of(v).itemsize) for v in wholes if v is not None)
 
 
 def _join(graph: ir.Graph, bucket: Sequence[ir.Node], position: ir.Node) -> ir.Node:

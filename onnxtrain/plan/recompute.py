@@ -25,6 +25,7 @@ from onnxtrain.ops import Effects, builder, definition_of, view
 from onnxtrain.ops.interfaces.recompute import OBJECT_OUTPUTS, REPEATABLE, REPLAYS
 from onnxtrain.passes.rewriting import nodes_before
 from onnxtrain.plan.cut import Cut
+from onnxtrain.plan.parameter_order import overlapped
 
 RECOMPUTED = "recomputed"  # metadata of a recomputed node: the name of the original node in forward
 
@@ -153,7 +154,8 @@ def _needed(
 def predict_cut(parts: Cut, recomputed: Collection[ir.Value]) -> Cut:
     """Return the cut after recomputing, made of the nodes of the present graph: for predictions, not to be run."""
     sources = set(parts.forward.nodes)
-    nodes = tuple(node for node, _ in interleave_recomputed(parts.backward.nodes, recomputed, sources))
+    interleaved = [node for node, _ in interleave_recomputed(parts.backward.nodes, recomputed, sources)]
+    nodes = overlapped(interleaved, parts.backward.outputs)
     needed: set[ir.Value] = set()
     for node in nodes:
         if node in sources:

@@ -12,7 +12,8 @@ A collective runs on a stream of the process group, which begins after its input
 does not need, and the compute stream waits for it before the first node that reads the result. In between are nodes
 that are independent of it, such as the gradient of a weight beside the sum of the gradients of its input.
 
-Nothing is reordered on a CPU, nor are nodes with effects.
+Nothing is reordered on a CPU, nor are nodes with effects. Collectives of parameters stay where `parameter_order` puts
+them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from onnxtrain.ops.collective.transfers import WAIT
 from onnxtrain.ops.interfaces.cost import MATMUL_FLOPS, flops_per_element
 from onnxtrain.ops.interfaces.host_reads import HOST_READS
 from onnxtrain.plan.cut import Part, nodes_computing
+from onnxtrain.plan.parameter_order import is_ordered_here
 
 DEVICES = frozenset({"cuda"})  # whose work runs behind the host
 Fill = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -154,7 +156,7 @@ def _masks_first(part: Part) -> list[ir.Node]:
 def _started_early(nodes: Sequence[ir.Node]) -> list[ir.Node]:
     """Move collectives before nodes that take time and that they do not need."""
     order = list(nodes)
-    for collective in [node for node in nodes if _is_started(node)]:
+    for collective in [node for node in nodes if _is_started(node) and not is_ordered_here(node)]:
         position = order.index(collective)
         first = position
         while first > max(0, position - REACH) and _is_free(order[first - 1]):
@@ -175,7 +177,7 @@ def _is_started(node: ir.Node) -> bool:
 def _awaited_late(nodes: Sequence[ir.Node]) -> list[ir.Node]:
     """Move waits for collectives to the first readers of their results, and independent work before the waits."""
     order = list(nodes)
-    for wait in [node for node in nodes if definition_of(node) is WAIT]:
+    for wait in [node for node in nodes if definition_of(node) is WAIT and not is_ordered_here(node)]:
         start = order.index(wait)
         del order[start]
         reader = next((i for i in range(start, len(order)) if _reads(order[i], wait)), len(order))

@@ -27,6 +27,8 @@ from onnxtrain import ORTModule, errors
 from onnxtrain.distributed.parameters import shard_parameters
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops.collective import parameters, transfers
+from onnxtrain.plan.lifetimes import timeline
+from onnxtrain.plan.storage import Storages
 from onnxtrain.testing import assert_no_worse_than_eager
 from onnxtrain.torch_compat.modes import TorchDispatchMode
 
@@ -93,9 +95,14 @@ def fake_mesh() -> Iterator[DeviceMesh]:
 
 
 def sharded(
-    model: nn.Module, mesh: DeviceMesh, least_bytes: int = ONE, bucket_bytes: int = 0, **options: Any
+    model: nn.Module,
+    mesh: DeviceMesh,
+    least_bytes: int = ONE,
+    bucket_bytes: int = 0,
+    in_flight_bytes: int = 0,
+    **options: Any,
 ) -> ORTModule:
-    return ORTModule(shard_parameters(model, mesh, least_bytes, bucket_bytes), rng="torch", **options)
+    return ORTModule(shard_parameters(model, mesh, least_bytes, bucket_bytes, in_flight_bytes), rng="torch", **options)
 
 
 def test_parameters_are_gathered_in_both_directions(mesh: DeviceMesh) -> None:
@@ -241,14 +248,14 @@ def traffic_of_eager(model: Model, mesh: DeviceMesh) -> Traffic:
 
 
 def counted(
-    model: Model, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int = 0
+    model: Model, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int = 0, in_flight_bytes: int = 0
 ) -> tuple[ORTModule, Traffic]:
     """Return a model after a step, and what that communicated."""
     traffic = Traffic()
     counting = OfGraph(traffic, torch.ops._c10d_functional)
     for module in (parameters, transfers):
         monkeypatch.setattr(module, "functional_collectives", counting)
-    subject = sharded(model, mesh, bucket_bytes=bucket_bytes)
+    subject = sharded(model, mesh, bucket_bytes=bucket_bytes, in_flight_bytes=in_flight_bytes)
     step(subject)
     return subject, traffic
 
@@ -289,13 +296,29 @@ def test_small_parameters_are_communicated_together(
 
 @pytest.mark.slow
 def test_gathered_parameters_are_released(fake_mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most those of one block are held, besides the one that is kept and the one that backward reads next."""
+    """At most those of one block are held, besides the one that is kept and the one that backward reads next.
+
+    More are held to gather them early, and the prediction of memory contains them.
+    """
     model = Model(layers=3)
     largest = max(parameter.nbytes for parameter in model.parameters())
     bound = 2 * largest + (CLASSES + 1) * WIDTH * 4  # rows of the head are padded to an even number
-    _, traffic = counted(model, fake_mesh, monkeypatch)
+    subject, traffic = counted(model, fake_mesh, monkeypatch)
     assert 0 < traffic.most_held <= bound
     assert traffic.held == 0
+    monkeypatch.undo()
+    early, more = counted(Model(layers=3), fake_mesh, monkeypatch, in_flight_bytes=3000)
+    assert traffic.most_held + 2000 <= more.most_held <= traffic.most_held + 3000
+    assert more.calls == traffic.calls
+    assert predicted_peak(subject) + 2000 <= predicted_peak(early) <= predicted_peak(subject) + 2 * 3000
+
+
+def predicted_peak(subject: ORTModule) -> int:
+    compiled = engine_of(subject).newest()
+    parts = compiled.parts
+    assert parts is not None
+    nodes = (*parts.forward.nodes, *parts.backward.nodes)
+    return timeline(parts, Storages(nodes, compiled.symbol_values, "cpu")).peak
 
 
 def collectives(rank: int, **options: Any) -> list[tuple[str, Any]]:
@@ -321,7 +344,7 @@ COLLECTIVES = ("GatherParameters", "ReduceGradients")
 OPTIONS: dict[str, dict[str, Any]] = {
     "no options": {},
     "budget": {"memory_budget_bytes": 0.85},
-    "buckets": {"memory_budget_bytes": 0.85, "bucket_bytes": 1000},
+    "buckets": {"memory_budget_bytes": 0.85, "bucket_bytes": 1000, "in_flight_bytes": 2000},
     "layers": {"recompute": "layers"},
 }
 
@@ -421,8 +444,10 @@ def test_what_cannot_be_sharded_is_refused(problem: str, mesh: DeviceMesh) -> No
 STEPS = 3
 WAYS: dict[str, dict[str, Any]] = {
     "one kept": {"least_bytes": ONE},
-    "in buckets": {"bucket_bytes": 1000},
-    "in one bucket": {"bucket_bytes": 2**20, "memory_budget_bytes": 0.8},
+    "in buckets": {"bucket_bytes": 1000, "in_flight_bytes": 2000},
+    "in one bucket": {"bucket_bytes": 2**20, "memory_budget_bytes": 0.85},
+    "early": {"in_flight_bytes": 2**20, "recompute": "layers"},
+    "early, gradients at the end": {"in_flight_bytes": 2000, "early_gradients": False},
     "some kept": {"least_bytes": 3000},
     "within a budget": {"least_bytes": ONE, "memory_budget_bytes": 0.8},
     "layers recomputed": {"least_bytes": ONE, "recompute": "layers"},

@@ -135,7 +135,8 @@ def gather_before_readers(graph: ir.Graph, module: torch.nn.Module) -> None:
         gather = _gather_of(chain)
         gather.attributes["order"] = ir.AttrInt64("order", order)
         gather.attributes["keep"] = ir.AttrInt64("keep", int(gather in kept))
-        gather.attributes["bucket_bytes"] = ir.AttrInt64("bucket_bytes", gathering.bucket_bytes)
+        for name in ("bucket_bytes", "in_flight_bytes"):
+            gather.attributes[name] = ir.AttrInt64(name, getattr(gathering, name))
         first = reads[gather][0]
         graph.remove(chain)
         graph.extend(chain) if first == len(nodes) else graph.insert_before(nodes[first], chain)

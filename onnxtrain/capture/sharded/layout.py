@@ -23,10 +23,12 @@ class Gathering:
     Attributes:
         least_bytes: how many bytes of the parameters that forward reads last backward keeps.
         bucket_bytes: the most bytes of parameters, or of gradients, that one collective communicates together.
+        in_flight_bytes: the most bytes of parameters that are gathered early, and of gradients that are being reduced.
     """
 
     least_bytes: int
     bucket_bytes: int
+    in_flight_bytes: int
 
 
 def gathering_of(module: torch.nn.Module) -> Gathering | None:

@@ -6,7 +6,7 @@
 The ranks compute with different data, so that the gradient of a parameter is the mean of theirs. A gathered parameter
 is the same each time: backward may gather it again instead of keeping it. With `keep=1` it is kept. `order` numbers the
 parameters of a graph by their first readers in forward. A capture gathers each parameter by itself;
-`plan/parameter_buckets.py` joins nodes up to `bucket_bytes`.
+`plan/parameter_buckets.py` joins nodes up to `bucket_bytes`, and `plan/parameter_order.py` starts them early.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _one_per_input(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
 
 
 _OPERATOR = Operator(f"gather_parameter(Tensor x, {IN_GROUP})", gathered_on_fakes)
-_ATTRIBUTES: dict[str, Any] = {**GROUP, "order": 0, "bucket_bytes": 0}
+_ATTRIBUTES: dict[str, Any] = {**GROUP, "order": 0, "bucket_bytes": 0, "in_flight_bytes": 0}
 
 GATHER_PARAMETERS = define(
     OpDef(

@@ -153,8 +153,13 @@ def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     return functional_collectives.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
 
 
-def _wait(pending: Tensor, source: Tensor) -> Tensor:
+def complete(pending: Tensor) -> Tensor:
+    """Wait for the collective that returned a tensor, if it has not been waited for; return the tensor."""
     return functional_collectives.wait_tensor(pending)
+
+
+def _wait(pending: Tensor, source: Tensor) -> Tensor:
+    return complete(pending)
 
 
 def sum_over_ranks(x: Tensor, size: int, group: str, reduction: str = "sum") -> Tensor:
