@@ -34,7 +34,7 @@ def torchrun(module: str, *arguments: str, restarts: int = 0) -> subprocess.Comp
     return done
 
 
-@pytest.mark.parametrize("name", ["torchrun_ddp", "torchrun_pipeline"])
+@pytest.mark.parametrize("name", ["torchrun_ddp", "torchrun_tp", "torchrun_pipeline"])
 def test_examples_learn(name: str) -> None:
     losses = [float(text) for text in re.findall(r"loss (\S+)", torchrun(f"examples.{name}").stdout)]
     assert len(losses) == 6
