@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+import onnx_ir as ir
 
 from onnxtrain.ops.interfaces import OpInterface
 
@@ -12,11 +15,12 @@ class Images(NamedTuple):
 
     Attributes:
         values: their names.
-        prefers_channels_last: whether the op runs faster in channels_last memory format.
+        prefers_channels_last: whether a node runs in channels_last memory format, in which it is faster, or contiguous;
+            None for an op that runs in the memory format of its inputs.
     """
 
     values: frozenset[str]
-    prefers_channels_last: bool = False
+    prefers_channels_last: Callable[[ir.Node], bool] | None = None
 
 
 # Kernels of an op without an entry read inputs of any memory format and write contiguous outputs.
