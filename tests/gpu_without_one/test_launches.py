@@ -91,7 +91,7 @@ def test_labels_are_counted_before_the_layers(monkeypatch: pytest.MonkeyPatch) -
         def result(self) -> int:
             return 600
 
-    monkeypatch.setattr("onnxtrain.ops.index.advanced_indexing.PendingInt", Pending)
+    monkeypatch.setattr("onnxtrain.ops.index.labelled_rows.PendingInt", Pending)
     make, inputs = MODELS["bert"]
     recorded = onnxtrain_step(
         lambda: make(1, 0.1).to(torch.bfloat16), inputs, skip_padding="never", keep_outputs=("loss",)
