@@ -74,8 +74,8 @@ def test_a_step_keeps_no_more_bytes_than_eager(name: str, dropout: float) -> Non
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_no_matmul_has_rows_that_are_not_aligned(name: str) -> None:
     """The vocabularies of 30,522 and 50,257 are padded."""
-    found = step(name, 1, 0.0, None, True)
-    matmuls = [k for p in (found.forward, found.backward) for k in p.kernels if k.operator in ("mm", "addmm")]
+    recorded = step(name, 1, 0.0, None, True)
+    matmuls = [k for p in (recorded.forward, recorded.backward) for k in p.kernels if k.operator in ("mm", "addmm")]
     padded = [k for k in matmuls if any(size > 30000 for shape in (*k.read_shapes, *k.shapes) for size in shape)]
     assert len(padded) == 3, "the logits, and both gradients"
     assert all(size % 64 == 0 for k in matmuls for shape in (*k.read_shapes, *k.shapes) for size in shape)

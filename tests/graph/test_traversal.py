@@ -99,15 +99,15 @@ def test_a_copy_makes_no_metadata_where_there_is_none(monkeypatch):
     op, (x,) = graph_of(x=(4,))
     op.graph.outputs.append(op.Neg(op.Exp(x)))
     store = type(op.graph.meta)
-    made, make = [], store.__init__
+    stores, make = [], store.__init__
 
     def counted(self, *data):
-        made.append(self)
+        stores.append(self)
         make(self, *data)
 
     monkeypatch.setattr(store, "__init__", counted)
     copy, _ = traversal.clone(op.graph)
-    assert made == [copy.meta]
+    assert stores == [copy.meta]
 
 
 def test_names_become_unique_and_inputs_and_outputs_keep_theirs():

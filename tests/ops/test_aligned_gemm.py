@@ -44,15 +44,15 @@ def test_padded_matmuls_equal_pytorchs(dtype: torch.dtype, rows: int) -> None:
         (x.t(), dy, None, (0, 0, extra)),
     ]
     for a, b, c, padding in cases:
-        found = aligned.padded_gemm(a, b, c, *padding)
-        assert found.is_contiguous()
+        output = aligned.padded_gemm(a, b, c, *padding)
+        assert output.is_contiguous()
         eager, exact = (
             torch.matmul(p, q) if r is None else torch.nn.functional.linear(p, q.t(), r)
             for p, q, r in ((a, b, c), (a.double(), b.double(), None if c is None else c.double()))
         )
-        if found.numel():
-            assert_no_worse_than_eager(f"{padding}", found, eager, exact)
-        assert found.shape == eager.shape
+        if output.numel():
+            assert_no_worse_than_eager(f"{padding}", output, eager, exact)
+        assert output.shape == eager.shape
 
 
 def test_only_unaligned_vocabularies_are_padded() -> None:
@@ -99,8 +99,8 @@ def test_a_padded_vocabulary_changes_no_result(dtype: torch.dtype, bias: bool, c
         labels[0, 0] = CLASSES - 1
         if shape[1] > 1:
             labels[-1, -1] = -100
-        found = step(wrapped, x, labels, not chunked)
-        assert_matches(found, functools.partial(step, labels=labels, both=not chunked), model, x)
+        results = step(wrapped, x, labels, not chunked)
+        assert_matches(results, functools.partial(step, labels=labels, both=not chunked), model, x)
     unit = engine_of(wrapped).newest().unit
     programs = [unit.forward, *(backward.program for backward in unit._backwards.values())]
     assert any(value is PADDED for program in programs for value in program.namespace.values()) is chunked

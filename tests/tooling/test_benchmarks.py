@@ -317,15 +317,15 @@ def test_a_warm_up_ends_in_time_beside_a_thread_that_makes_programs() -> None:
 
 def test_what_is_logged_of_inductor_is_part_of_the_result(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def warm_up(*arguments: object) -> None:
-        LOG.info("%s: 1.00 ms by Inductor, 2.00 ms as it was", "forward")
+        LOG.info("%s: 1.00 ms compiled by Inductor, 2.00 ms as PyTorch's operators", "forward")
         LOG.info("captured")
 
     monkeypatch.setattr(steady_state, "warm_up", warm_up)
     monkeypatch.setattr(steady_state, "Gemms", lambda step: None)
     monkeypatch.setattr(steady_state, "_PROFILED", ())
     level = LOG.level
-    found = steady_state.measure(MLP, (EAGER, INDUCTOR), 1, lambda _: None)
-    assert found["log"] == ["forward: 1.00 ms by Inductor, 2.00 ms as it was"]
+    result = steady_state.measure(MLP, (EAGER, INDUCTOR), 1, lambda _: None)
+    assert result["log"] == ["forward: 1.00 ms compiled by Inductor, 2.00 ms as PyTorch's operators"]
     assert LOG.level == level
     assert order[:25] == [EAGER, *[INDUCTOR] * 24], "its programs are compiled meanwhile"
 
