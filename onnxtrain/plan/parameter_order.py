@@ -13,7 +13,6 @@ in this order, so that predictions of memory see it. It is the order of the host
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +24,7 @@ from onnxtrain.ops import Effects, definition_of, view
 from onnxtrain.ops.collective.parameters import GATHER_PARAMETERS, REDUCE_GRADIENTS
 from onnxtrain.ops.collective.transfers import WAIT
 
+_BEYOND_ANY_LIMIT = 2**62
 _SHARE_OF_BUDGET = 8  # of a memory budget in bytes, an eighth for what is in flight
 
 
@@ -59,9 +59,19 @@ def overlapped(nodes: Sequence[ir.Node], results: Iterable[ir.Value | None]) -> 
 
 
 def whole_bytes(node: ir.Node) -> int:
-    """Return the bytes of the whole parameters, or of their gradients, that a node communicates."""
+    """Return the bytes of the whole parameters, or of their gradients, that a node communicates.
+
+    Tensors of symbolic sizes, which are no parameters, have more than any limit: such a node stays where it is.
+    """
     wholes = node.outputs if definition_of(node) is GATHER_PARAMETERS else node.inputs
-    return sum(math.prod(map(int, sizes.dims_of(v))) * int(dtype_of(v).itemsize) for v in wholes if v is not None)
+    return sum(map(_bytes, wholes))
+
+
+def _bytes(value: ir.Value | None) -> int:
+    if value is None:
+        return 0
+    elements = sizes.multiply(*sizes.dims_of(value))
+    return elements * int(dtype_of(value).itemsize) if isinstance(elements, int) else _BEYOND_ANY_LIMIT
 
 
 def _reduced_early(nodes: Sequence[ir.Node]) -> list[ir.Node]:
