@@ -18,7 +18,7 @@ def check(case: OpCase, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("case", slow_after(2, HALF_PRECISION_CASES, OpCase.op), ids=str)
+@pytest.mark.parametrize("case", slow_after(1, HALF_PRECISION_CASES, OpCase.op), ids=str)
 def test_bfloat16(case: OpCase) -> None:
     check(case, torch.bfloat16)
 

@@ -17,7 +17,7 @@ from tests.zoo.models import ZOO
 
 EVERYWHERE = ("mlp", "resnet", "lstm", "bert-classifier", "gpt2")
 # `make test` trains each kind of layer in float32. What else is asked of models shows in a few.
-LAYERS_OF_OTHERS = ("roberta", "distilbert", "mistral", "bart")
+LAYERS_OF_OTHERS = ("roberta", "distilbert", "mistral", "qwen2", "bart")
 IN_FLOAT64 = ("mlp", "resnet", "lstm", "gpt2")
 IN_EVAL_MODE = ("resnet", "bert-classifier", "lstm")
 UNDER_AUTOCAST = ("mlp", "resnet", "bert-classifier")
