@@ -35,7 +35,6 @@ from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.differentiation import Differentiation, rewrite_joint, unoptimized_joint
 from onnxtrain.plan.memory_plan import MemoryPlan, plan_memory
 from onnxtrain.plan.output_views import input_views
-from onnxtrain.plan.parameter_buckets import join_forward_collectives
 from onnxtrain.plan.parameter_order import limit_in_flight
 from onnxtrain.plan.recompute import RecomputeChoice
 from onnxtrain.plan.storage import bind_symbols
@@ -69,7 +68,6 @@ def compile_module(
     mode: Mode = "training" if module.training and torch.is_grad_enabled() else "inference"
     work = WorkCounter(inputs, device) if "work" in options.statistics else None
     stages = Stages(options, mode, name, work, module)
-
     problem = f"the graph of {name} cannot be compiled"
     with internal_errors_as(CompileError, problem):
         # capture
@@ -138,16 +136,14 @@ def _lower_training(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[tor
     if not plan.by_size:
         unit = unit_for(plan.choose(symbol_values))
         return Compiled(captured, unit, stages.report(), runner(captured, unit), symbol_values, layout=builder.layout)
-    units = SizedUnits(
-        plan.joint.model.graph.inputs[: len(inputs)], plan.choose, unit_for
-    )  # cotangents come after them
+    forward_inputs = plan.joint.model.graph.inputs[: len(inputs)]  # cotangents come after them
+    units = SizedUnits(forward_inputs, plan.choose, unit_for)
     unit, run = units.unit(inputs), runner_by_sizes(captured, units)
     return Compiled(captured, unit, stages.report(), run, symbol_values, units, builder.layout)
 
 
 def _lower_inference(builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
     captured, model = builder.captured, builder.differentiation.forward
-    join_forward_collectives(model.graph)
     unit = builder.inference_unit()
     stages.end("plan", model, refused=builder.not_recorded(unit))
     symbol_values = bind_symbols(model.graph.inputs, inputs)

@@ -16,14 +16,15 @@ PACKAGE = "onnxtrain"
 FOLDERS = (PACKAGE, "tests", "tools", "examples", "benchmarks")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
+MAX_LINES_OF = {"onnxtrain/compile.py": 150}  # the pipeline at a glance: stages belong in their folders
 LEFTOVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")  # split, so that this file passes its own check
 
 
 def too_long(path: str, source: str) -> Iterator[str]:
     """Yield a complaint for the file and for each of its functions that exceeds its limit."""
-    lines = len(source.splitlines())
-    if lines > MAX_FILE_LINES:
-        yield f"{path}:1: the file has {lines} lines, at most {MAX_FILE_LINES} are allowed: make it a folder"
+    lines, limit = len(source.splitlines()), MAX_LINES_OF.get(path, MAX_FILE_LINES)
+    if lines > limit:
+        yield f"{path}:1: the file has {lines} lines, at most {limit} are allowed: divide it"
     for node in ast.walk(ast.parse(source, path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1

@@ -42,6 +42,7 @@ from onnxtrain.plan.differentiation import Differentiation
 from onnxtrain.plan.independent_results import independent_results, wants_stages
 from onnxtrain.plan.mutated_inputs import check_backward_reads
 from onnxtrain.plan.output_views import lone_views
+from onnxtrain.plan.parameter_buckets import join_forward_collectives
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice
 from onnxtrain.report import Refusal
 
@@ -115,6 +116,7 @@ class UnitBuilder:
 
     def inference_unit(self) -> Unit:
         """Return the unit of the forward graph alone."""
+        join_forward_collectives(self.differentiation.forward.graph)
         program = self.program(single_part(self.differentiation.forward), "inference")
         return self._unit(program, (False,) * self.captured.result_count)
 
