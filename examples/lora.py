@@ -37,7 +37,7 @@ def main(steps: int = 60) -> list[float]:
     adapted = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     adapted.print_trainable_parameters()
 
-    model = ORTModule(adapted, keep_outputs=("loss",))  # nobody reads the logits: they are computed in chunks
+    model = ORTModule(adapted, keep_outputs=("loss",))  # the logits are unused: the loss computes them in chunks
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=2e-2)
     losses = []

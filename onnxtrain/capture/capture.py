@@ -8,8 +8,6 @@ sees that state. no_grad regions are marked before functionalization, which drop
 
 from __future__ import annotations
 
-import inspect
-import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -64,7 +62,7 @@ from onnxtrain.capture.key.key import attribute_reads
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.refusals import refuse_moved_results, refuse_outside_tensor
 from onnxtrain.capture.sharded.gathered import gather_before_readers, sharded_parameters
-from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output
+from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output, input_names
 from onnxtrain.errors import (
     CaptureError,
     ChangedArgumentError,
@@ -315,7 +313,7 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
         traced, program = (None, program) if needs_no_retracing else (program, _functionalize(program))
     with _internal_errors(module):
         converted = convert(program, type(module).__name__)
-        names = _input_names(module, structure)
+        names = input_names(module.forward, structure)
         answered = wrapper.elements.answered
         guards = compile_guards(program, names, decisions, traced, answered)
         if outside_is_input:
@@ -572,22 +570,6 @@ def _make_constant(graph: ir.Graph, value: ir.Value, tensor: torch.Tensor) -> No
     value.shape = sizes.shape(tuple(int(s) for s in data.shape))
     graph.inputs.remove(value)
     graph.register_initializer(value)
-
-
-def _input_names(module: torch.nn.Module, structure: Structure) -> list[str]:
-    """Name each tensor of the call after the parameter of forward that receives it."""
-    positional = [
-        name
-        for name, parameter in inspect.signature(module.forward).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    names: list[str] = []
-    for name in structure.names:
-        match = re.match(r"args_(\d+)", name)
-        if match and int(match[1]) < len(positional):
-            name = positional[int(match[1])] + name[match.end() :]
-        names.append(name if name not in names else f"{name}_{len(names)}")
-    return names
 
 
 def _name_inputs(graph: ir.Graph, sources: Sequence[Source], names: Sequence[str]) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import operator
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, EllipsisType, FunctionType, NoneType
@@ -229,6 +231,22 @@ def _flatten_any_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
         _cache(_UNIQUE_STRUCTURES, structure, structure)
         unique = structure
     return flat.tensors, unique
+
+
+def input_names(forward: Callable[..., Any], structure: Structure) -> list[str]:
+    """Name each tensor of a call after the parameter of forward that receives it."""
+    positional = [
+        name
+        for name, parameter in inspect.signature(forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    names: list[str] = []
+    for name in structure.names:
+        match = re.match(r"args_(\d+)", name)
+        if match and int(match[1]) < len(positional):
+            name = positional[int(match[1])] + name[match.end() :]
+        names.append(name if name not in names else f"{name}_{len(names)}")
+    return names
 
 
 def flatten_output(output: Any) -> tuple[list[Any], OutputStructure]:

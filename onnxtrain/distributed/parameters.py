@@ -64,27 +64,16 @@ def shard_parameters(
 
 def _check_bytes(least_bytes: int, bucket_bytes: int, in_flight_bytes: int) -> None:
     """Raise OptionError if a number of bytes is invalid."""
-    if least_bytes < 1:
-        raise OptionError(
-            "The number of bytes to keep gathered for backward is invalid.",
-            "shard_parameters(least_bytes=...)",
-            expected="1 or more",
-            got=str(least_bytes),
-            todo="pass 1 to keep only the parameter that forward reads last, or leave the default of 25 MiB",
-        )
-    if bucket_bytes < 0:
-        raise OptionError(
-            "The number of bytes that are communicated together is invalid.",
-            "shard_parameters(bucket_bytes=...)",
-            expected="0 or more",
-            got=str(bucket_bytes),
-            todo="pass 0 to communicate each parameter by itself, or leave the default of 25 MiB",
-        )
-    if in_flight_bytes < 0:
-        raise OptionError(
-            "The number of bytes that are communicated during computation is invalid.",
-            "shard_parameters(in_flight_bytes=...)",
-            expected="0 or more",
-            got=str(in_flight_bytes),
-            todo="pass 0 to wait for each collective at once, or leave the default of 100 MiB",
-        )
+    for name, number, minimum, meaning, remedy in (
+        ("least_bytes", least_bytes, 1, "keep gathered", "keep only the parameter that forward reads last"),
+        ("bucket_bytes", bucket_bytes, 0, "communicate together", "communicate each parameter by itself"),
+        ("in_flight_bytes", in_flight_bytes, 0, "communicate meanwhile", "wait for each collective at once"),
+    ):
+        if number < minimum:
+            raise OptionError(
+                f"The number of bytes to {meaning} is invalid.",
+                f"shard_parameters({name}=...)",
+                expected=f"{minimum} or more",
+                got=str(number),
+                todo=f"pass {minimum} to {remedy}, or leave the default",
+            )

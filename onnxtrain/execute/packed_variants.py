@@ -33,7 +33,7 @@ from onnxtrain.ops import definition_of, view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.collective.parameters import GATHER_PARAMETERS
-from onnxtrain.ops.index.labelled_rows import LABELLED_ROWS
+from onnxtrain.ops.interfaces.host_reads import HOST_READS
 from onnxtrain.options import Options
 from onnxtrain.passes.attention_masks import split_mask
 from onnxtrain.passes.changes import Changes
@@ -93,8 +93,8 @@ class PackedVariants:
         self._changes = Changes("pack_tokens")
         self._units: dict[bool, Compiled] = {}
         self.reports: dict[str, CompileReport] = {}
-        # A packed graph has zeros for the tokens that are not kept: their rows must not follow those with a label.
-        self._model = inline_bodies(model, keep=lambda node: definition_of(node) is not LABELLED_ROWS)
+        # A packed graph has zeros for the tokens that are not kept, which must not fill what readers ignore.
+        self._model = inline_bodies(model, keep=lambda node: (read := HOST_READS.entry(node)) is None or not read.fill)
         self.plan = self._if_profitable(plan_packing(self._model.graph, self._changes, num_results), device)
         if self.plan is not None:
             questions = with_graph(self._model, self.plan.questions())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.connection import Connection
 
+import torch
+
 from tests.model_sweep.catalog import Entry
 from tests.model_sweep.training import Outcome, trained
 
@@ -33,4 +35,5 @@ def isolated(entry: Entry, limit_s: float) -> Outcome:
 
 
 def _serve(connection: Connection, entry: Entry) -> None:
+    torch.set_num_threads(1)
     connection.send(trained(entry))

@@ -55,7 +55,6 @@ class Outcome:
 
 def trained(entry: Entry) -> Outcome:
     """Train two steps at two sizes, then evaluate; all is compared by the one tolerance."""
-    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     try:
         model = _zoo_model(entry)
@@ -95,14 +94,14 @@ def _train(compare: Comparison) -> None:
     """Compare a step at each size.
 
     Chance decides on a sum that nearly cancels: of 16 steps of Qwen3Next, the gradients of two of 35 parameters exceed
-    the tolerance in one step each, and the median error is eager's. After a failure, five more steps are judged
-    together, as those of models in half precision.
+    the tolerance in one step each, and the median error is eager's. After a failure, five more steps must all
+    be within the tolerance.
     """
     try:
         for size in SIZES:
             compare.train(*size)
     except AssertionError:
-        compare.train_narrow(*SIZES, *SIZES, SIZES[0])
+        compare.train_narrow(*SIZES, *SIZES, SIZES[0], chance=1.0)
 
 
 class _Side(Side):

@@ -1,4 +1,4 @@
-"""Token-level results of a module: without padding where nobody reads their padding, which then is zeros."""
+"""Token-level results of a module: padding is skipped, and is zeros, if it is dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padding is skipped: results equal eager's for every form of padding, and it is skipped only if nobody reads it."""
+"""Padding is skipped: results equal eager's for every form of padding, and it is skipped only if it is dead."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class ConvNet(torch.nn.Module):
         )
         self.classes = torch.nn.Linear(32, _CLASSES)
 
-    def forward(self, pictures: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.classes(self.features(pictures).mean((2, 3)))
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.classes(self.features(images).mean((2, 3)))
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
@@ -78,15 +78,15 @@ def sentences(batch: int, length: int) -> Batch:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 
-def pictures(batch: int, length: int) -> Batch:
-    return {"pictures": torch.randn(batch, 3, length, length), "labels": torch.randint(0, _CLASSES, (batch,))}
+def images(batch: int, length: int) -> Batch:
+    return {"images": torch.randn(batch, 3, length, length), "labels": torch.randint(0, _CLASSES, (batch,))}
 
 
 MODELS: Mapping[str, tuple[Callable[[], torch.nn.Module], Callable[[int, int], Batch]]] = {
     "minilm": (minilm, sentences),
     "gpt2": (gpt2, words),
     "t5": (t5, words),
-    "cnn": (ConvNet, pictures),
+    "cnn": (ConvNet, images),
 }
 
 

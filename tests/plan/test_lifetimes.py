@@ -39,14 +39,14 @@ class LossOnly(torch.nn.Module):
 
 
 class Features(torch.nn.Module):
-    """Returns pictures, in the user's order of memory, and reads them in that order too."""
+    """Return images in the user's memory format, and read them in it."""
 
     def __init__(self, module: ConvNet) -> None:
         super().__init__()
         self.layers = module.features
 
-    def forward(self, pictures: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        features = self.layers(pictures)
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        features = self.layers(images)
         return {"loss": features.flatten(1).softmax(1).square().sum() + 0 * labels.sum(), "features": features}
 
 
@@ -61,7 +61,7 @@ def test_the_peak_without_logits_is_predicted(name: str) -> None:
     assert_predicted(LossOnly(module), make)
 
 
-def test_the_peak_of_pictures_that_are_put_in_order_is_predicted() -> None:
+def test_the_peak_of_images_that_are_put_in_order_is_predicted() -> None:
     module, make = model_and_batches("cnn")
     assert isinstance(module, ConvNet)
     assert_predicted(Features(module), make)

@@ -135,7 +135,7 @@ class Comparison:
             samples=lambda: self.eager.perturbed(batch, length),
         )
 
-    def train_narrow(self, *sizes: tuple[int, int]) -> None:
+    def train_narrow(self, *sizes: tuple[int, int], chance: float = 1.5) -> None:
         """Compare calls at all these sizes; chance may decide on a gradient at one of them.
 
         For ResNet under autocast where oneDNN has no convolutions in bfloat16: eager may be right by luck in the few
@@ -152,7 +152,7 @@ class Comparison:
                 for parameter in itertools.chain(*(side.module.parameters() for side in self.sides())):
                     parameter.mul_(0.75)
         compare_together(
-            f"{self.entry} gradient", [[result.gradients for result in results] for results in results_by_size]
+            f"{self.entry} gradient", [[result.gradients for result in results] for results in results_by_size], chance
         )
 
     def forward(self, batch: int, length: int) -> None:

@@ -223,7 +223,7 @@ def _labeled(draw: Draw, batch: int, length: int) -> Call:
     return Call((draw.floats(batch, WIDTH, grad=True), draw.ints(CLASSES, batch)), {"keep": True})
 
 
-def _pictures(draw: Draw, batch: int, length: int) -> Call:
+def _images(draw: Draw, batch: int, length: int) -> Call:
     return Call((draw.floats(batch, 3, length, length + 1), draw.ints(CLASSES, batch)))
 
 
@@ -264,7 +264,7 @@ def _by_key(output: Any) -> torch.Tensor:
 
 MODELS = (
     ZooModel("mlp", Mlp, _features, mean_square, BATCHES),
-    ZooModel("resnet", ResNet, _pictures, _by_key, ((3, 16), (1, 9), (2, 12))),
+    ZooModel("resnet", ResNet, _images, _by_key, ((3, 16), (1, 9), (2, 12))),
     ZooModel("transformer-encoder", Encoder, _masked, mean_square),
     ZooModel("lstm", lambda: Recurrent(nn.LSTM), _sentences, _first, SEQUENCES),
     ZooModel("gru", lambda: Recurrent(nn.GRU), _sentences, _first, SEQUENCES),

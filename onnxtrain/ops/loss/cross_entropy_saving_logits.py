@@ -92,19 +92,9 @@ def gradient_by_aten(
     return dx.scatter_add_(1, class_indices.unsqueeze(1), -factor) if scores.size(1) else dx
 
 
-def _traced_gradient(
-    dy: Tensor,
-    scores: Tensor,
-    peak: Tensor,
-    log_sum: Tensor,
-    labels: Tensor,
-    weights: Tensor | None,
-    total_weight: Tensor,
-    reduction: int,
-    ignore_index: int,
-) -> Tensor:
-    """Compute the same for Inductor, which writes and reads the scores once more for a scatter."""
-    factor, class_indices = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
+def _traced_gradient(dy: Tensor, scores: Tensor, peak: Tensor, log_sum: Tensor, *others: Any) -> Tensor:
+    """Compute `gradient_by_aten` for Inductor, which would write and read the scores once more for a scatter."""
+    factor, class_indices = _cotangents(dy, *others)
     factor = factor.unsqueeze(1)
     is_label = torch.arange(scores.size(1), device=scores.device) == class_indices.unsqueeze(1)
     dx = (scores - peak.unsqueeze(1) - log_sum.unsqueeze(1)).exp() * factor
