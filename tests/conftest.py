@@ -1,4 +1,4 @@
-"""Skip tests that this machine cannot run, and fail tests that leave global state changed."""
+"""Skip tests that this machine cannot run, repeat random examples, and fail tests that change global state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -40,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
             "--device cuda: PyTorch finds no CUDA device; leave the option out to compare on the CPU"
         )
     set_device(name)
+    if not config.getoption("--slow"):  # with it, each run draws other examples
+        hypothesis.settings.register_profile("same examples", derandomize=True, database=None)
+        hypothesis.settings.load_profile("same examples")
     library._DELAY_S = 0.0  # build the native library at once instead of after the first step
     if WORKERS > 1:
         # One thread per worker: several thread pools on the same cores slow each other down.

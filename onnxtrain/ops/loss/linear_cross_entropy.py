@@ -177,15 +177,17 @@ def _of_classes(gradient: Tensor | None, classes: int, dtype: torch.dtype) -> Te
 
 
 def _losses(logits: Tensor, labels: Tensor, needs_softmax: bool) -> tuple[Tensor, Tensor | None]:
-    """-log softmax at each label; and, if needed, the softmax, in the memory of the logits."""
-    at_label = logits.gather(1, labels[:, None])
-    if not needs_softmax:
-        return (torch.logsumexp(logits, 1, keepdim=True) - at_label).squeeze(1), None
-    highest = logits.amax(1, keepdim=True)
-    powers = logits.sub_(highest).exp_()
+    """-log softmax at each label; and, if needed, the softmax, in the memory of the logits.
+
+    The largest logit is subtracted from the label's logit, not added to log_sum: a sum would lose the low-order bits
+    of a small loss of large logits.
+    """
+    shifted = logits.sub_(logits.amax(1, keepdim=True))
+    at_label = shifted.gather(1, labels[:, None])
+    powers = shifted.exp_()
     sums = powers.sum(1, keepdim=True)
-    losses = sums.log().add_(highest).sub_(at_label).squeeze(1)
-    return losses, powers.div_(sums)
+    losses = sums.log().sub_(at_label).squeeze(1)
+    return losses, powers.div_(sums) if needs_softmax else None
 
 
 def _logit_gradients(softmax: Tensor, labels: Tensor, factors: Tensor) -> Tensor:
