@@ -8,8 +8,8 @@ feed-forward and norms for one only. Gather, ShrunkenGather and Slice of one axi
 axis maps of the ops allow. So do GatherND and advanced indexing that select one token of each sequence, usually the
 last before padding: `hidden[arange(batch), last]`.
 
-Refused if the selection is not provably at most half of the rows. Hoisting stops at values with other users and at ops
-that need the whole axis.
+Refused if the selection is empty, or not provably at most half of the rows. Hoisting stops at values with other users
+and at ops that need the whole axis.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def hoist_gathers(graph: ir.Graph, changes: Changes) -> None:
         selection = _selection(node) if any(is_float(dtype_of(v)) for v in node.outputs) else None
         if isinstance(selection, str):
             changes.refuse(node, selection)
+        elif selection is not None and selection.count == 0:
+            changes.refuse(node, "it selects no rows, and not every op takes inputs without rows")
         elif selection is not None:
             _hoist(op, selection, changes)
 

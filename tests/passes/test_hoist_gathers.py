@@ -313,3 +313,19 @@ def test_columns_of_a_view_with_other_rows_are_no_columns_of_its_source() -> Non
             return torch.sin(F.gelu(parts.view(-1, 6, 4))[..., 0])
 
     check_equals_eager(Viewed, _floats)
+
+
+class NoChannels(nn.Module):
+    """Takes none of the channels of a pool, which PyTorch computes for at least one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(F.avg_pool2d(x, 2)[:, 1:])
+
+
+def test_an_empty_selection_stays_after_a_pool(tmp_path: Path) -> None:
+    check_equals_eager(
+        NoChannels, lambda draw, batch, size: Call((draw.floats(batch, 1, size, size, grad=True),)), ((2, 4),)
+    )
+    model = wrap(NoChannels(), tmp_path)
+    model(torch.randn(2, 1, 4, 4, requires_grad=True)).sum().backward()
+    assert any("selects no rows" in text for text in refusals(model, "hoist_gathers"))
