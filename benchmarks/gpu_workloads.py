@@ -25,7 +25,6 @@ from benchmarks.models import classified_tokens, next_tokens
 from benchmarks.variants import COMPILE, CUDA_GRAPHS, EAGER, INDUCTOR, ONNXTRAIN
 from benchmarks.workload import Batch, Forward, Workload, count_tokens, model_loss
 
-_VARIANTS = (EAGER, ONNXTRAIN, INDUCTOR, CUDA_GRAPHS, COMPILE)
 _IGNORED = -100  # the label of tokens without a loss
 _MAX_WARM_UP_S = 120.0  # Inductor's programs of four layers of BERT took 39 s on 16 cores
 
@@ -35,9 +34,11 @@ class Size:
     """The size of a language model and of its batches.
 
     Attributes:
-        heads: of queries; Llama has a third of them for keys and values.
+        heads: of queries.
+        heads_per_key: how many of them share keys and values in Llama.
         gated: the width of Llama's feed-forward layers.
         vocabulary: None is the model's own.
+        tied: whether Llama's embedding is its head.
         rows: sequences of a dense batch; a padded one has twice as many.
         batches: with padding.
     """
@@ -45,14 +46,17 @@ class Size:
     layers: int = 4
     width: int = 768
     heads: int = 12
+    heads_per_key: int = 3
     gated: int = 2048
     vocabulary: int | None = None
+    tied: bool = False
     rows: int = 8
     length: int = 512
     batches: int = 4
 
 
 _TINY = Size(layers=1, width=24, heads=3, gated=32, vocabulary=96, rows=2, length=16, batches=2)
+_LLAMA_1B = Size(layers=16, width=2048, heads=32, heads_per_key=4, gated=8192, vocabulary=128256, tied=True)
 VOCABULARIES = {"bert": 30522, "gpt2": 50257, "llama": 32000}
 
 
@@ -86,8 +90,9 @@ def _llama(size: Size) -> nn.Module:
         hidden_size=size.width,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
-        num_key_value_heads=size.heads // 3,
+        num_key_value_heads=size.heads // size.heads_per_key,
         intermediate_size=size.gated,
+        tie_word_embeddings=size.tied,
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config).bfloat16()
@@ -123,21 +128,29 @@ def _padded(model: str, size: Size) -> list[Batch]:
     return batches
 
 
+def _gpu_workload(name: str, title: str, **fields: Any) -> Workload:
+    """Return a workload: the training of a language model on a GPU, apart from the fields that are given."""
+    language_model: dict[str, Any] = {
+        "loss": model_loss,
+        "items": count_tokens,
+        "rounds": 40,
+        "device": "cuda",
+        "variants": (EAGER, ONNXTRAIN, INDUCTOR, CUDA_GRAPHS, COMPILE),
+    }
+    return Workload(name=name, title=title, **{**language_model, **fields})
+
+
 def _training(model: str, kind: str, make_batches: Callable[[str, Size], list[Batch]], rehearsal: bool) -> Workload:
     title, make = _MODELS[model]
     size = _TINY if rehearsal else Size()
     rows = size.rows if kind == "dense" else 2 * size.rows
     padding = "" if kind == "dense" else ", padded sequences"
-    return Workload(
-        name=f"{model}-{kind}{'-rehearsal' if rehearsal else ''}",
-        title=f"{title}, {size.layers} layers of width {size.width}, bfloat16, {rows} × {size.length} tokens{padding}",
+    return _gpu_workload(
+        f"{model}-{kind}{'-rehearsal' if rehearsal else ''}",
+        f"{title}, {size.layers} layers of width {size.width}, bfloat16, {rows} × {size.length} tokens{padding}",
         make_model=functools.partial(make, size),
         make_batches=functools.partial(make_batches, model, size),
-        loss=model_loss,
-        items=count_tokens,
-        rounds=40,
         device="cpu" if rehearsal else "cuda",
-        variants=_VARIANTS,
         max_warm_up_s=_MAX_WARM_UP_S,
         first_steps=False,
     )
@@ -158,25 +171,6 @@ def _bert_large() -> nn.Module:
         problem_type="single_label_classification",
     )
     return transformers.BertForSequenceClassification(config).bfloat16()
-
-
-def _gpt2_medium() -> nn.Module:
-    config = transformers.GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=False)
-    return transformers.GPT2LMHeadModel(config).bfloat16()
-
-
-def _llama_1b() -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=2048,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        intermediate_size=8192,
-        vocab_size=128256,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).bfloat16()
 
 
 class _BiasGelu(nn.Module):
@@ -205,9 +199,9 @@ def _sum(forward: Forward, batch: Batch) -> torch.Tensor:
 
 
 def _single_op(name: str, title: str, make_model: Callable[[], nn.Module]) -> Workload:
-    return Workload(
-        name=name,
-        title=f"{title}, float16, without optimizer",
+    return _gpu_workload(
+        name,
+        f"{title}, float16, without optimizer",
         make_model=make_model,
         make_batches=lambda: [{}],
         loss=_sum,
@@ -215,39 +209,28 @@ def _single_op(name: str, title: str, make_model: Callable[[], nn.Module]) -> Wo
         unit="calls",
         rounds=300,
         optimized=False,
-        device="cuda",
         variants=(EAGER, ONNXTRAIN, COMPILE),
     )
 
 
-_LANGUAGE: dict[str, Any] = {
-    "loss": model_loss,
-    "items": count_tokens,
-    "device": "cuda",
-    "rounds": 40,
-    "variants": _VARIANTS,
-}
 GPU_LARGE = (
-    Workload(
-        name="bert-large",
-        title="BERT-large, bfloat16, 32 × 128 tokens",
+    _gpu_workload(
+        "bert-large",
+        "BERT-large, bfloat16, 32 × 128 tokens",
         make_model=_bert_large,
         make_batches=lambda: [classified_tokens(32, 128)],
-        **_LANGUAGE,
     ),
-    Workload(
-        name="gpt2-medium",
-        title="GPT-2 medium, bfloat16, 8 × 512 tokens",
-        make_model=_gpt2_medium,
-        make_batches=lambda: [next_tokens(8, 512, 50257)],
-        **_LANGUAGE,
+    _gpu_workload(
+        "gpt2-medium",
+        "GPT-2 medium, bfloat16, 8 × 512 tokens",
+        make_model=functools.partial(_gpt2, Size(layers=24, width=1024, heads=16)),
+        make_batches=lambda: [next_tokens(8, 512, VOCABULARIES["gpt2"])],
     ),
-    Workload(
-        name="llama-1b",
-        title="Llama of 1.2 billion parameters, bfloat16, 4 × 512 tokens",
-        make_model=_llama_1b,
+    _gpu_workload(
+        "llama-1b",
+        "Llama of 1.2 billion parameters, bfloat16, 4 × 512 tokens",
+        make_model=functools.partial(_llama, _LLAMA_1B),
         make_batches=lambda: [next_tokens(4, 512, 128256)],
-        **_LANGUAGE,
     ),
 )
 GPU_OPS = (
