@@ -26,10 +26,10 @@ from onnxtrain.native import background
 WORKLOAD = WORKLOADS["llama"]  # native kernels, and regions fused by Inductor, which take far longer to compile
 _BESIDE, _ALONE = 12, 4  # steps of a period
 _QUIET = 2  # periods without a compiler: there may be a pause between two compilations
-_MOST_S = 600.0
+_MAX_S = 600.0
 
 
-def measure(workload: Workload, tell: Tell, *, most_s: float = _MOST_S) -> dict[str, Any]:
+def measure(workload: Workload, tell: Tell, *, most_s: float = _MAX_S) -> dict[str, Any]:
     """Return the fields of a `BackgroundCompilation` without its circumstances."""
     batch, *_ = make_batches(workload)
     stepper = Stepper(workload, ONNXTRAIN, make_model(workload))

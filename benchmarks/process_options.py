@@ -35,7 +35,7 @@ OPTIONS: Mapping[str, tuple[str, Sequence[str]]] = {
     "reuse_memory": (STEADY, ("mlp32", "minilm", "gpt2", "t5", "cnn")),
 }
 _STEADY_S = 10.0
-_LEAST_STEPS = 5
+_MIN_STEPS = 5
 Seconds = dict[str, float]
 
 
@@ -51,7 +51,7 @@ def child(step: str, workload: str) -> Seconds:
     steady_state.warm_up({ONNXTRAIN: stepper}, batches, lambda doing: processes.send(doing=doing))
     elapsed: list[float] = []
     processor: list[float] = []
-    while len(elapsed) < _LEAST_STEPS or sum(elapsed) < _STEADY_S:
+    while len(elapsed) < _MIN_STEPS or sum(elapsed) < _STEADY_S:
         before = time.process_time()
         elapsed.append(stepper.step(batches[len(elapsed) % len(batches)]))
         processor.append(time.process_time() - before)

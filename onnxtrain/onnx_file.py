@@ -30,7 +30,7 @@ from onnxtrain.ops.bodies import IR_VERSION, close, import_opsets
 from onnxtrain.ops.local_functions import as_functions
 
 PRODUCER = "onnxtrain"
-LARGEST_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB; 16 MiB are for nodes and names
+MAX_BYTES = 2**31 - 2**24  # a protobuf message is limited to 2 GiB; 16 MiB are for nodes and names
 
 
 def write(
@@ -145,7 +145,7 @@ def _output_names(outputs: list[ir.Value]) -> list[str]:
 def _save(model: ir.Model, path: Path) -> None:
     initializers = (v.const_value for v in model.graph.initializers.values())
     bytes_needed = sum(tensor.nbytes for tensor in initializers if tensor is not None)
-    if bytes_needed > LARGEST_BYTES:
+    if bytes_needed > MAX_BYTES:
         ir.save(model, path, external_data=f"{path.name}.data")
         return
     ir.external_data.load_to_model(model)  # tensors of an imported model may be in external files

@@ -19,7 +19,7 @@ import torch
 Batch = dict[str, torch.Tensor]
 
 _BLANK_LINE = re.compile(r"\n\s*\n")
-_FEWEST_WORDS = 8  # shorter ones are headings, grammar rules and single lines of code
+_MIN_WORDS = 8  # shorter ones are headings, grammar rules and single lines of code
 
 
 class Tokenizer(Protocol):
@@ -50,7 +50,7 @@ class Corpus:
 def split_paragraphs(text: str) -> list[str]:
     """Return the paragraphs of `text` that have enough words to tell a topic, each on one line."""
     lines = (" ".join(part.split()) for part in _BLANK_LINE.split(text))
-    return [line for line in lines if len(line.split()) >= _FEWEST_WORDS]
+    return [line for line in lines if len(line.split()) >= _MIN_WORDS]
 
 
 def load_corpus(

@@ -28,7 +28,7 @@ from onnxtrain.observe.step_memory import largest_tensors, predicted, recomputed
 from onnxtrain.options import FallbackPolicy
 
 _PROFILED_STEPS = 3
-_LARGEST = 12  # tensors listed
+_LISTED_TENSORS = 12  # tensors listed
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +103,7 @@ def _memory(model: ORTModule) -> str:
     plan, storages = compiled.timeline()
     parameters = {id(p): p.nbytes for p in (*model.parameters(), *model.buffers())}
     timeline = predicted("Memory of a step", plan, storages, {"parameters": sum(parameters.values())})
-    return section(timeline, largest_tensors(plan, storages, _LARGEST, recomputed_in(plan)))
+    return section(timeline, largest_tensors(plan, storages, _LISTED_TENSORS, recomputed_in(plan)))
 
 
 def _about(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:

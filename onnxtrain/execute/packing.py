@@ -34,7 +34,7 @@ from onnxtrain.passes.pack_tokens import Reader
 Tensor = torch.Tensor
 
 DENSE = 0.9  # a batch with a larger share of real tokens runs unpacked: packing and varlen attention have a cost
-FEWEST_TOKENS = 512  # below, a step takes as long with padding as without
+MIN_TOKENS = 512  # below, a step takes as long with padding as without
 
 
 class KeptTokens(NamedTuple):
@@ -91,7 +91,7 @@ class PackingCheck:
             batch: the number of sequences.
             steps: their padded length.
         """
-        if not batch * steps or (batch * steps < FEWEST_TOKENS and not self.always):
+        if not batch * steps or (batch * steps < MIN_TOKENS and not self.always):
             return None
         on_host = list(tensors)
         for index, copy in zip(self.reads, copied_to_host([tensors[i] for i in self.reads]), strict=True):

@@ -11,7 +11,7 @@ for backward.
 Results are in the recording's memory (`recorded_results`). While one is alive, the recording is not replayed. So
 nothing is read after it was overwritten, in two forwards before a backward, or if the user keeps a result. Instead
 
-- if autograd holds what forward kept, another recording is made, up to `MOST_RECORDINGS`;
+- if autograd holds what forward kept, another recording is made, up to `MAX_RECORDINGS`;
 - if only the user holds results, a new recording is made that returns copies of these. The ordinary calls already show
   which results the user holds at the next call, such as the loss of a training loop.
 
@@ -52,12 +52,12 @@ from onnxtrain.torch_compat.optimizer_kernels import foreach_copy
 
 _NAME = "cuda_graphs"
 CALLS = 3  # ordinary calls with the same sizes before they are recorded, which takes as long as some ten calls
-MOST_SIZES = 8  # sets of sizes of a program that are remembered, with their recordings
-MOST_RECORDINGS = 4  # of one program at the same sizes
-MOST_MOVES = 3  # of arguments that are read where they are; after that all are copied
+MAX_SIZES = 8  # sets of sizes of a program that are remembered, with their recordings
+MAX_RECORDINGS = 4  # of one program at the same sizes
+MAX_MOVES = 3  # of arguments that are read where they are; after that all are copied
 
 _MANY_SIZES = (
-    f"{_NAME}: a program is called with more sets of sizes than the {MOST_SIZES} whose recordings are kept, so most "
+    f"{_NAME}: a program is called with more sets of sizes than the {MAX_SIZES} whose recordings are kept, so most "
     "calls run without a recording. Pad batches to one length or to multiples of a length (pad_to_multiple_of=64 in "
     "Hugging Face's collators), with skip_padding on; drop a smaller last batch (drop_last=True)"
 )
@@ -255,10 +255,10 @@ class RecordedProgram:
             self._evict()
             self._count_move()
             return None
-        if len(self.entries) > MOST_SIZES:
-            self._evict(MOST_SIZES)
+        if len(self.entries) > MAX_SIZES:
+            self._evict(MAX_SIZES)
             self._evictions += 1
-            if self._evictions == MOST_SIZES:
+            if self._evictions == MAX_SIZES:
                 warn_once(_MANY_SIZES)
         if entry.calls < CALLS:
             entry.calls += 1
@@ -279,9 +279,9 @@ class RecordedProgram:
         return addresses
 
     def _count_move(self) -> None:
-        """Note that arguments have moved; after `MOST_MOVES` all are copied."""
+        """Note that arguments have moved; after `MAX_MOVES` all are copied."""
         self._moves += 1
-        if self._moves > MOST_MOVES:
+        if self._moves > MAX_MOVES:
             self._fixed, self._reads_results = (), False
 
     def _make_room(self, entry: Sizes, addresses: list[int]) -> bool:
@@ -293,7 +293,7 @@ class RecordedProgram:
                     self._drop(entry, recording)
             elif any(a and not _RECORDED.get(a) for i, a in enumerate(recording.addresses) if i not in self._fixed):
                 self._drop(entry, recording)  # it reads results of a recording that was dropped
-        if len(entry.recordings) < MOST_RECORDINGS:
+        if len(entry.recordings) < MAX_RECORDINGS:
             return True
         if all(recording.addresses == addresses for recording in entry.recordings):
             return False

@@ -29,7 +29,7 @@ LIBRARY = Library(
     keeps_gil=True,
     torch_headers=True,
 )
-_LEAST = 16 << 10  # bytes of a tensor, as in allocator.cpp
+_MIN_BYTES = 16 << 10  # bytes of a tensor, as in allocator.cpp
 _DYNAMIC_SIZE = 32  # for a symbolic dimension
 
 
@@ -61,7 +61,7 @@ def reuse_memory(program: Program) -> None:
 def _has_large(part: Part) -> bool:
     """Return whether a tensor is large, or may be: dynamic sizes count as moderately large."""
     read = (v for node in part.nodes for v in node.inputs if v is not None and v not in part.host)
-    return any(math.prod(map(_expected_size, sizes.dims_of(v))) * dtype_of(v).itemsize >= _LEAST for v in read)
+    return any(math.prod(map(_expected_size, sizes.dims_of(v))) * dtype_of(v).itemsize >= _MIN_BYTES for v in read)
 
 
 def _expected_size(size: sizes.Size) -> int:

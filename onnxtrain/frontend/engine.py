@@ -74,7 +74,7 @@ class _Entry:
         if snapshot is not None:
             compiled = self.compiled
             self.fast_path = compile_fast_path(snapshot, compiled.captured.guards, structure, tensors, compiled.run)
-        self._misses, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
+        self._misses, self._patience = 0, min(2 * self._patience, _MAX_PATIENCE)
 
     def suggestion(self, tensors: list[torch.Tensor]) -> Example | None:
         """Return example sizes with which a new capture may turn out to be the same graph as this one."""
@@ -132,9 +132,9 @@ def _always_capture() -> None:
     return None
 
 
-_MOST_FIRST_CALLS = 4  # with one key, in which forward changes the module so that the next call is another graph
+_MAX_FIRST_CALLS = 4  # with one key, in which forward changes the module so that the next call is another graph
 _NOTABLE_S = 5.0  # ranks may differ by the time of a step
-_MOST_PATIENCE = 256  # making a fast path takes as long as a hundred calls without it
+_MAX_PATIENCE = 256  # making a fast path takes as long as a hundred calls without it
 
 
 Call: TypeAlias = Callable[..., Any]
@@ -431,7 +431,7 @@ class Engine:
         Raises:
             ORTModuleFallbackException: the error, if the policy forbids a fallback.
         """
-        is_once = isinstance(error, FirstCallError) and self._first_calls[key] < _MOST_FIRST_CALLS
+        is_once = isinstance(error, FirstCallError) and self._first_calls[key] < _MAX_FIRST_CALLS
         self._first_calls[key] += isinstance(error, FirstCallError)
         pieces = self._pieces(error, args, kwargs)
         fallback = self._fallback(error, pieces)

@@ -23,9 +23,9 @@ DOMAIN = "onnxtrain.blocks"
 
 _PATH = re.compile(r"(?:(?P<parent>.*?)\.)?(?P<number>\d+)(?:\.|$)")
 _OF_BACKWARD = ("gradient_of", "recomputed")  # the metadata of nodes in backward
-_LEAST_BLOCKS = 3
-_LEAST_NODES = 4
-_MOST_ELEMENTS = 64  # of a constant in a function
+_MIN_BLOCKS = 3
+_MIN_NODES = 4
+_MAX_ELEMENTS = 64  # of a constant in a function
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def fold_blocks(model: ir.Model) -> None:
         by_key[block.key].append(block)
     names: set[str] = set()
     for blocks in by_key.values():
-        if len(blocks) < _LEAST_BLOCKS:
+        if len(blocks) < _MIN_BLOCKS:
             continue
         name = traversal.unique(blocks[0].title, names)
         model.functions[DOMAIN, name, ""] = _function(name, blocks[0], model.graph)
@@ -87,7 +87,7 @@ def _blocks(graph: ir.Graph) -> list[_Block]:
     order = {node: position for position, node in enumerate(graph)}
     nodes = list(order)
     for (parent, number, phase), own in members.items():
-        if len(own) < _LEAST_NODES or any(True for node in own for _ in traversal.subgraphs(node)):
+        if len(own) < _MIN_NODES or any(True for node in own for _ in traversal.subgraphs(node)):
             continue
         if _is_convex(nodes[order[own[0]] : order[own[-1]] + 1], set(own)):
             title = re.sub(r"\W", "_", parent) or "block"
@@ -148,7 +148,7 @@ def _block(path: str, title: str, nodes: Sequence[ir.Node]) -> _Block:
 
 def _is_small_constant(value: ir.Value) -> bool:
     tensor = value.const_value
-    return tensor is not None and value.is_initializer() and tensor.size <= _MOST_ELEMENTS
+    return tensor is not None and value.is_initializer() and tensor.size <= _MAX_ELEMENTS
 
 
 def _attribute_key(attribute: ir.Attr) -> Hashable:

@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr size_t FEWEST_BYTES = 16 << 10, PAGE = 4 << 10, HUGE_PAGE = 2 << 20;  // bytes
+constexpr size_t MIN_BYTES = 16 << 10, PAGE = 4 << 10, HUGE_PAGE = 2 << 20;  // bytes
 constexpr size_t SLACK = 16 << 20;       // bytes of blocks allowed beyond 5/4 of the peak in use
 constexpr uint64_t IDLE_RUNS = 64;       // program runs after which an unused block is returned to the system
 thread_local int depth = 0;              // nested programs that run on this thread
@@ -69,7 +69,7 @@ class ReusingAllocator final : public c10::Allocator {
     }
 
     c10::DataPtr allocate(size_t n) override {
-        if (depth == 0 || n < FEWEST_BYTES) return before_->allocate(n);
+        if (depth == 0 || n < MIN_BYTES) return before_->allocate(n);
         const Block block = allocate_from_cache(n);
         if (!block.data) return before_->allocate(n);  // which reports the out-of-memory error
         c10::profiledCPUMemoryReporter().New(block.data, n);

@@ -19,7 +19,7 @@ from onnxtrain.system.machine import current_machine
 LARGE = 32 << 20  # bytes: glibc raises M_MMAP_THRESHOLD by itself up to this
 _PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
-_WIDEST = 16  # bytes of an element, at most
+_MAX_ITEMSIZE = 16  # bytes of an element, at most
 
 
 def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 def empty_like(x: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor of the shape of x, which is contiguous: in 1.6 µs, `empty` takes 3.8."""
     tensor = torch.empty_like(x)
-    if x.numel() >= LARGE // _WIDEST and tensor.nbytes >= LARGE and tensor.device.type == "cpu":
+    if x.numel() >= LARGE // _MAX_ITEMSIZE and tensor.nbytes >= LARGE and tensor.device.type == "cpu":
         _advise_huge_pages(tensor)
     return tensor
 

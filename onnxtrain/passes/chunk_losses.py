@@ -31,7 +31,7 @@ from onnxtrain.ops.reshape.slicing import SLICE
 from onnxtrain.passes.changes import Changes, stopped
 from onnxtrain.passes.rewriting import nodes_before, only_user, substitute
 
-FEWEST_CLASSES = 4096  # with fewer, the logits of a thousand rows take less than 16 MB
+MIN_CLASSES = 4096  # with fewer, the logits of a thousand rows take less than 16 MB
 _MATMULS = (LINEAR, MATMUL)
 
 
@@ -54,7 +54,7 @@ def chunk_losses(graph: ir.Graph, changes: Changes) -> None:
 def _is_vocabulary(scores: ir.Value | None) -> bool:
     assert scores is not None
     classes = sizes.dims_of(scores)[1] if rank_of(scores) > 1 else 1
-    return isinstance(classes, int) and classes >= FEWEST_CLASSES
+    return isinstance(classes, int) and classes >= MIN_CLASSES
 
 
 @dataclass(frozen=True)

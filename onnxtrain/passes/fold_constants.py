@@ -4,7 +4,7 @@
     after    1.0           ──> Add(x, ·)
 
 The op's own kernel evaluates the node, so that folding cannot change a result. Nodes with side effects, and results
-larger than LARGEST_BYTES (a constant is held for the lifetime of the program), are not folded. Parameters are graph
+larger than MAX_BYTES (a constant is held for the lifetime of the program), are not folded. Parameters are graph
 inputs, not constants.
 """
 
@@ -25,7 +25,7 @@ from onnxtrain.ops.definition import OpDef
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.passes.changes import Changes, counted
 
-LARGEST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def fold_constants(graph: ir.Graph, changes: Changes) -> None:
@@ -48,8 +48,8 @@ def fold_constants(graph: ir.Graph, changes: Changes) -> None:
 
 def _fold(op: Builder, graph: ir.Graph, node: ir.Node, definition: OpDef, changes: Changes) -> int:
     bytes_needed = sum(int(sizes.multiply(1, *sizes.dims_of(v))) * dtype_of(v).itemsize for v in node.outputs)
-    if bytes_needed > LARGEST_BYTES:
-        changes.refuse(node, f"the constant would take {bytes_needed} bytes, more than {LARGEST_BYTES}")
+    if bytes_needed > MAX_BYTES:
+        changes.refuse(node, f"the constant would take {bytes_needed} bytes, more than {MAX_BYTES}")
         return 0
     for old, result in zip(node.outputs, evaluate(node, definition), strict=True):
         array = result.float().numpy() if result.dtype == torch.bfloat16 else result.numpy()

@@ -31,7 +31,7 @@ from onnxtrain.ops.interfaces.scalar_factors import SCALAR_FACTORS, ScalarFactor
 from onnxtrain.passes.changes import Changes, counted
 from onnxtrain.passes.rewriting import nodes_before, only_user, reaches_output, substitute
 
-_LARGEST = 2.0**20
+_MAX_FACTOR = 2.0**20
 
 
 class _Scaling(NamedTuple):
@@ -119,7 +119,7 @@ def _scaling(node: ir.Node) -> _Scaling | None:
     scaled_input, number = 0, number_of(n.b)
     if number is None and n.definition is MUL:
         scaled_input, number = 1, number_of(n.a)
-    if number is None or not 1 / _LARGEST <= abs(number) <= _LARGEST:
+    if number is None or not 1 / _MAX_FACTOR <= abs(number) <= _MAX_FACTOR:
         return None
     return _Scaling(node, scaled_input, float(number) if n.definition is MUL else 1 / number)
 

@@ -128,7 +128,7 @@ def test_outputs_that_are_inputs_or_repeated_become_separate_values(tmp_path):
 
 
 def test_tensors_too_large_for_one_file_are_external_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_file, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr(onnx_file, "MAX_BYTES", 1000)
     op, (x,) = graph_of(x=("b", 64))
     weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     op.graph.outputs.append(op.MatMul(x, op.constant(weight, ir.DataType.FLOAT)))

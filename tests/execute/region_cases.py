@@ -173,7 +173,7 @@ def fused_programs(monkeypatch: pytest.MonkeyPatch) -> list[FusedProgram]:
 
     monkeypatch.setattr(fused, "watch", watched)
     monkeypatch.setattr(fused, "_CALLS", 3)
-    monkeypatch.setattr(fused, "LEAST", 1)
+    monkeypatch.setattr(fused, "MIN_ELEMENTS", 1)
     return programs
 
 

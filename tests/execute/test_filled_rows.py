@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnxtrain import ORTModule
 from onnxtrain.execute import packed_variants
-from onnxtrain.execute.packing import DENSE, FEWEST_TOKENS, KeptTokens, PackingCheck
-from onnxtrain.execute.recorded_program import CALLS, MOST_SIZES, Recording, Recordings
+from onnxtrain.execute.packing import DENSE, MIN_TOKENS, KeptTokens, PackingCheck
+from onnxtrain.execute.recorded_program import CALLS, MAX_SIZES, Recording, Recordings
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
-from onnxtrain.ops.index.labelled_rows import LEAST_STEP, STEPS, rounded_up
+from onnxtrain.ops.index.labelled_rows import MIN_STEP, STEPS, rounded_up
 from onnxtrain.plan.cut import single_part
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.execute.cpu_recorder import CpuRecorder, Recorders, Trained
@@ -106,12 +106,12 @@ def count(kept: KeptTokens | None) -> tuple[int, int]:
 
 def test_row_counts_are_at_most_an_eighth_apart() -> None:
     counts = [rounded_up(n) for n in range(1, 40000)]
-    assert all(r >= n and r % LEAST_STEP == 0 for n, r in enumerate(counts, 1))
-    assert all(r <= max(n * (1 + 1 / STEPS), n + LEAST_STEP) for n, r in enumerate(counts, 1))
+    assert all(r >= n and r % MIN_STEP == 0 for n, r in enumerate(counts, 1))
+    assert all(r <= max(n * (1 + 1 / STEPS), n + MIN_STEP) for n, r in enumerate(counts, 1))
     assert counts == sorted(counts)
     for low in (512, 1000, 4096, 9999):  # a recording for each of them is remembered
-        assert len(set(counts[low - 1 : 2 * low - 2])) <= MOST_SIZES + 1
-    waste = [r / n - 1 for n, r in enumerate(counts, 1) if n >= FEWEST_TOKENS]
+        assert len(set(counts[low - 1 : 2 * low - 2])) <= MAX_SIZES + 1
+    waste = [r / n - 1 for n, r in enumerate(counts, 1) if n >= MIN_TOKENS]
     assert sum(waste) / len(waste) < 0.05
 
 
@@ -263,8 +263,8 @@ def test_many_sizes_are_warned_of_once(log: Recorders, caplog: pytest.LogCapture
             model(torch.ones(size, 3)).sum().backward()
         return sum("pad_to_multiple_of" in record.getMessage() for record in caplog.records)
 
-    assert call(*range(2, 2 * MOST_SIZES + 1)) == 0
-    assert call(*range(2 * MOST_SIZES + 1, 3 * MOST_SIZES)) == 1
+    assert call(*range(2, 2 * MAX_SIZES + 1)) == 0
+    assert call(*range(2 * MAX_SIZES + 1, 3 * MAX_SIZES)) == 1
 
 
 # On a GPU

@@ -20,9 +20,9 @@ from onnxtrain import ORTModule
 from onnxtrain.execute.cuda_recorder import recorder_for
 from onnxtrain.execute.recorded_program import (
     CALLS,
-    MOST_MOVES,
-    MOST_RECORDINGS,
-    MOST_SIZES,
+    MAX_MOVES,
+    MAX_RECORDINGS,
+    MAX_SIZES,
     Recording,
     Recordings,
     Results,
@@ -185,7 +185,7 @@ def test_a_moved_parameter_is_read_at_its_new_address(log: Recorders) -> None:
     for _ in range(CALLS + 1):
         small_step(model)
     log.since()
-    for moves in range(1, MOST_MOVES + 3):
+    for moves in range(1, MAX_MOVES + 3):
         weight = model.get_parameter("2.weight")
         old = weight.data
         weight.data = weight.data * 1.5
@@ -198,7 +198,7 @@ def test_a_moved_parameter_is_read_at_its_new_address(log: Recorders) -> None:
             log.busy = False
         records, plays = log.since()
         # Once it has moved too often, it is copied at each call, and nothing is recorded any more when it moves.
-        assert (records, plays) == ((2, 4) if moves <= MOST_MOVES + 1 else (0, 2 * (CALLS + 3)))
+        assert (records, plays) == ((2, 4) if moves <= MAX_MOVES + 1 else (0, 2 * (CALLS + 3)))
 
 
 def test_other_strides_at_the_same_address_are_another_recording(log: Recorders) -> None:
@@ -226,15 +226,15 @@ def test_the_least_recently_used_recording_is_dropped(log: Recorders) -> None:
         with torch.no_grad():
             model(torch.randn(rows, 4, dtype=torch.float64))
 
-    for rows in range(2, 2 + MOST_SIZES):
+    for rows in range(2, 2 + MAX_SIZES):
         for _ in range(CALLS + 1):
             call(rows)
-    assert log.since() == (MOST_SIZES, MOST_SIZES)
+    assert log.since() == (MAX_SIZES, MAX_SIZES)
     for rows in (2, 20, 2, 3):  # 20 takes the place of 3, and 3 that of 4
         call(rows)
     assert log.since() == (0, 2)
     assert log.settled == 2
-    assert len(log.programs[-1].entries) == MOST_SIZES
+    assert len(log.programs[-1].entries) == MAX_SIZES
 
 
 def test_evaluation(log: Recorders) -> None:
@@ -323,7 +323,7 @@ def test_replays_of_several_threads_are_exclusive(log: Recorders) -> None:
         assert all(pool.map(equal, zip(batches, expected, strict=True)))
     records, plays = log.since()
     # One for each thread that held a result while another one called; the first may be dropped for one that copies it.
-    assert records <= MOST_RECORDINGS + 1
+    assert records <= MAX_RECORDINGS + 1
     assert plays == 4 * 20 - CALLS
 
 

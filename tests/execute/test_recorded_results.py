@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
-from onnxtrain.execute.recorded_program import CALLS, MOST_RECORDINGS, Recording
+from onnxtrain.execute.recorded_program import CALLS, MAX_RECORDINGS, Recording
 from onnxtrain.execute.recorded_results import ResultMemory
 from onnxtrain.frontend.prepare import prepare
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -100,7 +100,7 @@ def test_a_program_has_few_recordings_of_the_same_sizes(log: Recorders) -> None:
         return results
 
     trained.both(train)
-    assert len(log.recordings()) <= 2 * MOST_RECORDINGS
+    assert len(log.recordings()) <= 2 * MAX_RECORDINGS
     assert log.since()[1] > 12
 
 

@@ -109,7 +109,7 @@ TRAINS = """
     watch, compile = fused.watch, process.Process.compile
     fused.watch = lambda *a: programs.append(watch(*a)) or programs[-1]
     process.Process.compile = lambda *a: compiled.append(a) or compile(*a)
-    fused._CALLS, fused.LEAST = 1, 1
+    fused._CALLS, fused.MIN_ELEMENTS = 1, 1
 
     torch.manual_seed(0)
     block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU(), torch.nn.RMSNorm(8), torch.nn.Linear(8, 256))

@@ -82,8 +82,8 @@ class SelfAttention(nn.Module):
 _STATIC_SIZES = (1, 1, 2, 2, 3, 3, 4, 5, 6, 8)
 _BATCHES = ((3, 5), (2, 3), (5, 2), (4, 7), (3, 1), (1, 3), (2, 0), (0, 2))
 _BATCH_WEIGHTS = (6, 6, 6, 6, 2, 2, 1, 1)
-_LARGEST = 1e4
-_MOST_ELEMENTS = 600
+_MAX_VALUE = 1e4
+_MAX_ELEMENTS = 600
 _KINDS = {"f": lambda d: d.is_floating_point, "i": lambda d: d == torch.int64, "b": lambda d: d == torch.bool}
 
 
@@ -534,11 +534,11 @@ class Maker:
     def _check(self, *rows: dict[str, Any]) -> None:
         """Reject a statement with too many results, or with results too large to be compared."""
         for tensor in (t for row in rows for t in row.values() if isinstance(t, torch.Tensor)):
-            if tensor.numel() > _MOST_ELEMENTS or tensor.ndim > 5 or tensor.dtype == torch.complex128:
+            if tensor.numel() > _MAX_ELEMENTS or tensor.ndim > 5 or tensor.dtype == torch.complex128:
                 raise Refused
             if tensor.is_floating_point() and tensor.numel():
                 largest = tensor.detach().abs().max().item()
-                if not largest <= _LARGEST and self.rng.random() < 0.98:
+                if not largest <= _MAX_VALUE and self.rng.random() < 0.98:
                     raise Refused
 
     def _run(self, text: str, target: str | None) -> list[Any]:

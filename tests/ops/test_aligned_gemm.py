@@ -24,9 +24,9 @@ WIDTH, CLASSES = 8, 13
 def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs on the CPU too, and for a vocabulary of 13."""
     monkeypatch.setattr(aligned, "DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(aligned, "_LEAST", CLASSES)
-    monkeypatch.setattr(aligned, "_LEAST_OTHER", WIDTH)
-    monkeypatch.setattr(sys.modules["onnxtrain.passes.chunk_losses"], "FEWEST_CLASSES", CLASSES)
+    monkeypatch.setattr(aligned, "_MIN_PADDED_DIM", CLASSES)
+    monkeypatch.setattr(aligned, "_MIN_OTHER_DIM", WIDTH)
+    monkeypatch.setattr(sys.modules["onnxtrain.passes.chunk_losses"], "MIN_CLASSES", CLASSES)
 
 
 @pytest.mark.parametrize("dtype", NARROW)

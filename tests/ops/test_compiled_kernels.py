@@ -81,7 +81,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Count
     counts: Counter[str] = Counter()
     for library in (*compiled_kernels.LIBRARIES.values(), keyed_bits.LIBRARY, cross_entropy.LIBRARY):
         monkeypatch.setattr(library, "functions", counting(library, counts))
-    monkeypatch.setattr(cross_entropy, "_FEWEST_SCORES", 1)
+    monkeypatch.setattr(cross_entropy, "_MIN_SCORES", 1)
     let_cases_compile(monkeypatch)
     monkeypatch.setattr(flash, "_compiled_is_faster", lambda *_: True)
     described_machine("avx2")  # bfloat16 too
@@ -273,7 +273,7 @@ def test_a_gated_block_runs_the_compiled_kernel(halves: bool, monkeypatch: pytes
 def test_rms_norm_of_few_elements_matches_autograd(
     case: OpCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, calls: Counter[str]
 ) -> None:
-    monkeypatch.setattr(rms_norm_kernels, "_FEWEST_ELEMENTS", 1)
+    monkeypatch.setattr(rms_norm_kernels, "_MIN_ELEMENTS", 1)
     monkeypatch.setattr(rms_norm_kernels.LIBRARY, "functions", counting(rms_norm_kernels.LIBRARY, calls))
     check = CaseCheck(case, dtype)
     ran = [check.check_sizes(sizes) for sizes in case.size_sets()]

@@ -32,8 +32,8 @@ chunk_losses = importlib.import_module("onnxtrain.passes.chunk_losses")  # the p
 @pytest.fixture(autouse=True)
 def _few_classes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models: 40 classes are a vocabulary, and eight rows a chunk."""
-    monkeypatch.setattr(chunk_losses, "FEWEST_CLASSES", CLASSES)
-    monkeypatch.setattr(linear_cross_entropy, "_FEWEST_CHUNK_ROWS", 8)
+    monkeypatch.setattr(chunk_losses, "MIN_CLASSES", CLASSES)
+    monkeypatch.setattr(linear_cross_entropy, "_MIN_CHUNK_ROWS", 8)
     monkeypatch.setattr(linear_cross_entropy, "_CHUNK_LOGITS", 8 * CLASSES)
 
 
@@ -220,7 +220,7 @@ def test_what_is_refused_equals_eager_and_has_a_reason(options: dict[str, Any], 
 
 
 def test_few_classes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(chunk_losses, "FEWEST_CLASSES", CLASSES + 1)
+    monkeypatch.setattr(chunk_losses, "MIN_CLASSES", CLASSES + 1)
     model = wrap(Words(), tmp_path)
     model(*labelled(Draw(0), 3, 9).args).backward()
     assert not applied_by(model, "chunk_losses")
@@ -229,12 +229,12 @@ def test_few_classes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @contextmanager
 def _rows_of_a_chunk(count: int) -> Iterator[None]:
-    before = linear_cross_entropy._FEWEST_CHUNK_ROWS, linear_cross_entropy._CHUNK_LOGITS
-    linear_cross_entropy._FEWEST_CHUNK_ROWS, linear_cross_entropy._CHUNK_LOGITS = count, 1
+    before = linear_cross_entropy._MIN_CHUNK_ROWS, linear_cross_entropy._CHUNK_LOGITS
+    linear_cross_entropy._MIN_CHUNK_ROWS, linear_cross_entropy._CHUNK_LOGITS = count, 1
     try:
         yield
     finally:
-        linear_cross_entropy._FEWEST_CHUNK_ROWS, linear_cross_entropy._CHUNK_LOGITS = before
+        linear_cross_entropy._MIN_CHUNK_ROWS, linear_cross_entropy._CHUNK_LOGITS = before
 
 
 @hypothesis.settings(max_examples=40, deadline=None)

@@ -378,7 +378,7 @@ class RmsNorms(nn.Module):
 def test_the_gradient_of_a_norm_adds_that_of_the_residual(
     least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rms_norm_kernels, "_FEWEST_ELEMENTS", least)
+    monkeypatch.setattr(rms_norm_kernels, "_MIN_ELEMENTS", least)
     torch.manual_seed(0)
     module = RmsNorms().to(dtype)
     ours, exact = ORTModule(module), copy.deepcopy(module).double()

@@ -14,7 +14,7 @@ from onnxtrain.passes import FORWARD, optimize
 from onnxtrain.passes.changes import Changes
 from onnxtrain.passes.eliminate_common_subexpressions import eliminate_common_subexpressions
 from onnxtrain.passes.eliminate_dead_code import eliminate_dead_code
-from onnxtrain.passes.fold_constants import LARGEST_BYTES, fold_constants
+from onnxtrain.passes.fold_constants import MAX_BYTES, fold_constants
 from onnxtrain.passes.remove_identities import remove_identities
 from onnxtrain.passes.remove_reshape_copies import remove_reshape_copies
 from onnxtrain.plan.cut import single_part
@@ -202,7 +202,7 @@ def test_constants_are_folded_by_the_ops_own_kernel(op: Builder) -> None:
 
 def test_a_large_constant_is_not_folded_and_the_refusal_says_why(op: Builder) -> None:
     (x,) = op.graph.inputs
-    rows = LARGEST_BYTES // 16 + 1
+    rows = MAX_BYTES // 16 + 1
     large = op.Expand(op.scalar(1.0, x), op.sizes([rows, 4]))
     graph = finish(op, op.Add(op.Neg(large), op.ReduceSum(x, op.constant([0, 1], ir.DataType.INT64), keepdims=0)))
     changes = Changes("fold_constants")

@@ -21,7 +21,7 @@ from onnxtrain.capture.blocks.module_state import Block, kinds
 from onnxtrain.capture.blocks.parameter_table import ParameterTable
 from onnxtrain.torch_compat.tensors import storage_id
 
-LEAST_BLOCKS = 3  # of a kind: two are traced
+MIN_BLOCKS = 3  # of a kind: two are traced
 
 
 class HiddenParameters:
@@ -116,7 +116,7 @@ def _later_blocks(root: torch.nn.Module) -> Iterator[Block]:
             if child is None or isinstance(child, torch.jit.ScriptModule):
                 continue
             number = numbers.get(id(child))
-            if number is None or count[number] < LEAST_BLOCKS:
+            if number is None or count[number] < MIN_BLOCKS:
                 visit(child)
                 continue
             block = Block(child)
@@ -127,5 +127,5 @@ def _later_blocks(root: torch.nn.Module) -> Iterator[Block]:
 
     visit(root)
     for own in blocks.values():
-        if len(own) >= LEAST_BLOCKS:
+        if len(own) >= MIN_BLOCKS:
             yield from own[2:]

@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot, track_tensor_tree
 
 from onnxtrain.capture.blocks.call_arguments import NotReusableError, flatten, rebuild, tensors_in
-from onnxtrain.capture.blocks.hidden_parameters import LEAST_BLOCKS, HiddenParameters
+from onnxtrain.capture.blocks.hidden_parameters import MIN_BLOCKS, HiddenParameters
 from onnxtrain.capture.blocks.module_state import Block, Read, kinds, shared, tensor_key
 from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.traced_call import Slots, TracedCall, traced_call
@@ -39,7 +39,7 @@ from onnxtrain.torch_compat.tensors import storage_id
 from onnxtrain.torch_compat.tracing import module_of_user
 
 TEMPLATE = "template"  # the key in a node's metadata
-_MOST_ATTEMPTS = 3  # calls of a kind that are traced in vain, before the blocks inside are tried
+_MAX_ATTEMPTS = 3  # calls of a kind that are traced in vain, before the blocks inside are tried
 
 
 class BlockCall(HigherOrderOperator):
@@ -145,9 +145,9 @@ class RepeatedBlocks:
     def _kind(self, module: torch.nn.Module) -> int | None:
         """Return the kind of a module whose call may be copied or become a template; None for any other."""
         kind = self._kinds.get(id(module))
-        if kind is None or self._is_tracing_block or self._attempts[kind] >= _MOST_ATTEMPTS:
+        if kind is None or self._is_tracing_block or self._attempts[kind] >= _MAX_ATTEMPTS:
             return None
-        is_repeated = self._count[kind] >= LEAST_BLOCKS or id(module) in self._called
+        is_repeated = self._count[kind] >= MIN_BLOCKS or id(module) in self._called
         self._called.add(id(module))
         return kind if is_repeated and environment() == self._environment else None
 

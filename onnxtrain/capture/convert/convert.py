@@ -41,7 +41,7 @@ from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
-_LARGEST_LITERAL = 64  # elements of a tensor constant that a traced gradient may contain
+_MAX_LITERAL_SIZE = 64  # elements of a tensor constant that a traced gradient may contain
 
 
 class Converted:
@@ -131,13 +131,13 @@ class _Walk:
     def _constant(self, node: torch.fx.Node) -> None:
         if node.op == "get_attr" and self._origin is not None:
             tensor = getattr(node.graph.owning_module, str(node.target))
-            if type(tensor) is torch.Tensor and tensor.numel() <= _LARGEST_LITERAL:
+            if type(tensor) is torch.Tensor and tensor.numel() <= _MAX_LITERAL_SIZE:
                 self._values[node] = self.op.constant(tensor.cpu().numpy(), ONNX_DTYPES[tensor.dtype])
                 return
         raise UnsupportedOperatorError(
             f"the graph contains the attribute {node.target}, which a graph cannot represent",
             where=source_location.of_node(node),
-            expected=f"a tensor of at most {_LARGEST_LITERAL} elements in a traced gradient",
+            expected=f"a tensor of at most {_MAX_LITERAL_SIZE} elements in a traced gradient",
             todo="the module runs in PyTorch; please report it with the module",
         )
 

@@ -21,8 +21,8 @@ from torch.fx.node import map_arg
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 
-_MOST_ELEMENTS = 1 << 16  # the positions become constants of the graph
-_MOST_NODES = 32
+_MAX_ELEMENTS = 1 << 16  # the positions become constants of the graph
+_MAX_NODES = 32
 _LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
 _DETACH = torch.ops.aten.detach_.default  # of torch.tensor: it changes no element
 
@@ -108,7 +108,7 @@ def _value(tensor: FakeTensor) -> torch.Tensor | None:
     if mode is None or proxy is None or any(type(size) is not int for size in tensor.shape):
         return None
     nodes = _constant_nodes(proxy.node)
-    if nodes is None or tensor.numel() > _MOST_ELEMENTS or _may_be_written(nodes):
+    if nodes is None or tensor.numel() > _MAX_ELEMENTS or _may_be_written(nodes):
         return None
     root = getattr(mode.tracer, "root", None)
 
@@ -139,7 +139,7 @@ def _constant_nodes(node: Node) -> list[Node] | None:
             worklist += missing
         else:
             ordered[worklist.pop()] = None
-        if len(worklist) + len(ordered) > _MOST_NODES:
+        if len(worklist) + len(ordered) > _MAX_NODES:
             return None
     return list(ordered) if all(map(_is_constant, ordered)) else None
 

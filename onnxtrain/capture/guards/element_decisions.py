@@ -26,8 +26,8 @@ from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.patch_points import TENSOR_BOOL
 
-_MOST_DECISIONS = 16
-_MOST_NODES = 32  # per decision, because the guard runs on every call
+_MAX_DECISIONS = 16
+_MAX_NODES = 32  # per decision, because the guard runs on every call
 _TENSOR_BOOL = torch.Tensor.__bool__
 
 
@@ -149,7 +149,7 @@ def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.f
         raise CaptureError(
             "forward branches in Python on tensor values (data-dependent control flow)",
             where=where,
-            expected=f"at most {_MOST_DECISIONS} branches, on values that {_MOST_NODES} operators compute from inputs",
+            expected=f"at most {_MAX_DECISIONS} branches, on values that {_MAX_NODES} operators compute from inputs",
             got=obstacle,
             todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
         )
@@ -160,9 +160,9 @@ def _obstacle(calls: Sequence[torch.fx.Node], answered: int, *, reads_parameters
     """Say why a decision cannot become a guard; "" if it can."""
     if reads_parameters:
         return "a decision that depends on the module's parameters or buffers"
-    if answered == _MOST_DECISIONS:
-        return f"more than {_MOST_DECISIONS} decisions"
-    if len(calls) > _MOST_NODES:
+    if answered == _MAX_DECISIONS:
+        return f"more than {_MAX_DECISIONS} decisions"
+    if len(calls) > _MAX_NODES:
         return f"a decision that takes {len(calls)} operators"
     impure = next((node.target for node in calls if not _is_pure(node)), None)
     if impure is None:

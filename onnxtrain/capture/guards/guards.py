@@ -36,7 +36,7 @@ from onnxtrain.torch_compat.symbols import PythonPrinter, functions, int_oo, unr
 
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 _Binding: TypeAlias = dict[Any, Any]  # from symbols to sizes
-_MOST_VERDICTS = 4096  # cached per graph
+_MAX_VERDICTS = 4096  # cached per graph
 _PYTHON_EXPRESSIONS = (  # Python evaluates them as sympy does
     *(
         sympy.Symbol,
@@ -282,7 +282,7 @@ class Guards:
         verdict = self._verdicts.get(sizes)
         if verdict is None:
             verdict = not self._reason(sizes)
-            if len(self._verdicts) >= _MOST_VERDICTS:
+            if len(self._verdicts) >= _MAX_VERDICTS:
                 self._verdicts.clear()
             self._verdicts[sizes] = verdict
         return verdict

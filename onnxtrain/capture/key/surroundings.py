@@ -39,7 +39,7 @@ from onnxtrain.capture.key.snapshot import (
 from onnxtrain.capture.structure import PLAIN_TENSORS, Identity
 from onnxtrain.errors import CaptureError
 
-_MOST_REFERENCES = 5000  # any further ones are not checked
+_MAX_REFERENCES = 5000  # any further ones are not checked
 _VERSIONED, _INSTALLED, _USER = "versioned", "installed", "user"
 
 
@@ -253,7 +253,7 @@ class _Walk:
     def _add(self, reference: Reference, covered: int = 0) -> None:
         """Add a reference and visit its value; `covered`: how many objects deep the module's snapshot goes from it."""
         key = reference.key if isinstance(reference.key, str | int) else id(reference.key)
-        if (id(reference.holder), key) in self._reference_keys or len(self.references) >= _MOST_REFERENCES:
+        if (id(reference.holder), key) in self._reference_keys or len(self.references) >= _MAX_REFERENCES:
             return
         self._reference_keys.add((id(reference.holder), key))
         self.references.append(reference)

@@ -20,7 +20,7 @@ import torch
 
 from onnxtrain.errors import GraphError
 from onnxtrain.execute.cpp_program.call import ENTRY, Call, compiled_call, python_call
-from onnxtrain.execute.cpp_program.source import LARGEST, NAME, emit_function
+from onnxtrain.execute.cpp_program.source import MAX_ELEMENTS, NAME, emit_function
 from onnxtrain.execute.cpp_program.static_graph import static_graph
 from onnxtrain.execute.program import Program, Run, drain
 from onnxtrain.graph.alias import view_source
@@ -33,7 +33,7 @@ from onnxtrain.plan.cut import Part
 _CALLS = 8  # with the same shapes, before compiling pays off
 _TRIALS = 20  # timed calls of each of the two at most
 _CLEAR = 5  # enough, if all of the one take less than all of the other: else equal programs do in 1 of 126 trials
-_MOST_NODES = 256  # of a small program
+_MAX_NODES = 256  # of a small program
 
 Shapes = Sequence[tuple[int, ...]]
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
@@ -42,7 +42,7 @@ Results = tuple[tuple[Any, ...], tuple[int, ...]]
 def may_be_cpp_program(part: Part, least: int = 2) -> bool:
     """Return whether a part of at least `least` nodes may be compiled; its sizes and operators are checked later."""
     tensor_nodes = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
-    if not least <= len(tensor_nodes) <= _MOST_NODES or any(definition_of(n).effects for n in tensor_nodes):
+    if not least <= len(tensor_nodes) <= _MAX_NODES or any(definition_of(n).effects for n in tensor_nodes):
         return False
     inputs = set(part.inputs)
     roots = [_root(value) for value in part.outputs[: part.num_user_outputs] if value is not None]
@@ -95,7 +95,7 @@ class CppProgram:
         shapes = (*(t.shape for t in tensors), *sizes_in)
         self._repeats = self._repeats + 1 if shapes == self._shapes else 0
         self._shapes = shapes
-        if any(t.numel() > LARGEST for t in tensors):
+        if any(t.numel() > MAX_ELEMENTS for t in tensors):
             self._program.run = self._ordinary
         elif self._repeats >= _CALLS and self._thread is None:
             self._thread = threading.Thread(

@@ -18,8 +18,8 @@ from onnxtrain.ops import view
 from onnxtrain.ops.interfaces.cpp import CPP, Array, Shape, UnsupportedError, loops, strides_of
 
 NAME = "run"
-LARGEST = 1 << 17  # elements of all intermediates: they fit into the L2 cache of a core
-_MOST_WORK = 1 << 23  # operations: above it, PyTorch's own kernels on all cores are faster
+MAX_ELEMENTS = 1 << 17  # elements of all intermediates: they fit into the L2 cache of a core
+_MAX_OPERATIONS = 1 << 23  # operations: above it, PyTorch's own kernels on all cores are faster
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Function:
             raise UnsupportedError("an empty tensor")
         results = emitter(self, view(node), inputs)
         self._arrays.update(zip(node.outputs, results, strict=True))
-        if self._scratch > LARGEST or self._work > _MOST_WORK:
+        if self._scratch > MAX_ELEMENTS or self._work > _MAX_OPERATIONS:
             raise UnsupportedError("too much work for one core")
 
     def _array(self, value: ir.Value) -> Array:

@@ -13,12 +13,12 @@ from onnxtrain.execute.inductor_program.request import Layout
 from onnxtrain.execute.inductor_program.split import Split
 from onnxtrain.execute.inductor_program.stored import StoredProgram
 from onnxtrain.execute.program import Results, Run
-from onnxtrain.execute.regions.request import LEAST_SIZE
+from onnxtrain.execute.regions.request import MIN_DYNAMIC_SIZE
 from onnxtrain.native.build import BuildError
 from onnxtrain.system.cache_folder import scratch_folder
 from onnxtrain.torch_compat import program_compiler
 
-_MOST_SIZES = 1024  # sets of sizes whose strides are remembered
+_MAX_SIZES = 1024  # sets of sizes whose strides are remembered
 _load_lock = threading.Lock()  # PyTorch changes settings of the process while it loads an artifact
 Artifact = Callable[[list[Any]], Sequence[torch.Tensor]]
 
@@ -71,9 +71,9 @@ class ArtifactCall:
     def _strides_at(self, values: tuple[int, ...]) -> list[tuple[int, ...]] | None:
         """Return the strides that the tensors must have; None if the artifact does not support these sizes."""
         if values not in self._strides:
-            if len(self._strides) >= _MOST_SIZES:
+            if len(self._strides) >= _MAX_SIZES:
                 self._strides.clear()
-            supported = all(value >= LEAST_SIZE for value in values) and (
+            supported = all(value >= MIN_DYNAMIC_SIZE for value in values) and (
                 self._guards is None or program_compiler.hold(self._guards, values)
             )
             self._strides[values] = self._layout.strides_at(values) if supported else None

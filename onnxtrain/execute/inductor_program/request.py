@@ -15,7 +15,7 @@ import torch
 from onnxtrain.capture.key.fingerprint import NotStorableError, versions
 from onnxtrain.capture.stored.graph import to_bytes
 from onnxtrain.errors import GraphError
-from onnxtrain.execute.regions.request import GRAPH, LEAST_SIZE, METADATA, device_kind
+from onnxtrain.execute.regions.request import GRAPH, METADATA, MIN_DYNAMIC_SIZE, device_kind
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import ONNX
@@ -183,7 +183,7 @@ class ProgramRequest:
             "versions": " ".join(versions()),
             "on_host": [t.device != device for t in tensors],
         }
-        typical = [max(value, LEAST_SIZE) for value in layout.values(tensors, sizes_in)]
+        typical = [max(value, MIN_DYNAMIC_SIZE) for value in layout.values(tensors, sizes_in)]
         self.metadata = json.dumps({**described, "typical": typical})
         # Without the typical values: the artifact supports others as well.
         del described["device"]

@@ -20,7 +20,7 @@ from typing import Any
 import filelock
 import torch
 
-from onnxtrain.execute.kernel_choice.times import MOST_CALLS, SAMPLES, Answer, Answers, Samples, merged
+from onnxtrain.execute.kernel_choice.times import MAX_CALLS, SAMPLES, Answer, Answers, Samples, merged
 from onnxtrain.log import LOG
 from onnxtrain.system.atomic_file import replacing
 from onnxtrain.system.cache_folder import cache_folder
@@ -80,7 +80,7 @@ def _answer(fields: Mapping[str, Any]) -> Answer:
     choice = str(fields["choice"])
     if choice not in seconds or not all(math.isfinite(s) and s > 0 for s in seconds.values()):
         raise ValueError("expected positive times, and a time for the chosen kernel, in each answer")
-    samples = {name: Samples(MOST_CALLS, SAMPLES, value) for name, value in seconds.items()}
+    samples = {name: Samples(MAX_CALLS, SAMPLES, value) for name, value in seconds.items()}
     return Answer(str(fields["sizes"]), samples, choice=choice)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 SAMPLES = 3  # undisturbed calls after the first, in which a library prepares for these sizes
-MOST_CALLS = 10  # on a busy machine few calls are undisturbed
+MAX_CALLS = 10  # on a busy machine few calls are undisturbed
 HOPELESS = {1: 3.0, 2: 1.5}  # by the number of samples: a candidate that took so many times the best is dropped
 DISTURBED = 0.03  # a call is disturbed if its threads waited for a core for more than this share of it
 SHARE = 0.05  # on a busy machine, trials may take this share of the time of all calls
@@ -108,7 +108,7 @@ class Answer:
         best = min(s.seconds for s in (samples, *self.samples.values()))
         hopeless = any(samples.clean >= count and samples.seconds > times * best for count, times in HOPELESS.items())
         hopeless |= samples.calls > 1 and samples.at_least > HOPELESS[1] * best
-        return samples.clean >= SAMPLES or samples.calls >= MOST_CALLS or hopeless
+        return samples.clean >= SAMPLES or samples.calls >= MAX_CALLS or hopeless
 
     def add(self, candidate: str, seconds: float, waited: float = 0.0) -> None:
         """Add one call; its threads waited for a core for `waited` seconds."""

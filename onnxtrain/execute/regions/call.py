@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from onnxtrain.execute.program import Program
-from onnxtrain.execute.regions.request import LEAST_SIZE
+from onnxtrain.execute.regions.request import MIN_DYNAMIC_SIZE
 from onnxtrain.execute.tolerance import error_and_bound
 from onnxtrain.graph import sizes
 from onnxtrain.graph.values import dtype_of
@@ -26,7 +26,7 @@ Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 _TRIALS = 10  # timed calls of the kernel and of the nodes
 _CHECKED_SIZE = 3  # dynamic sizes in the check of a new kernel: odd, so that vectorized loops have a remainder
 # Triton's kernels index elements with 32 bits, and their wide loads need the alignment of an allocator's new memory.
-_MOST_ON_GPU = 2**31 - 1
+_MAX_ELEMENTS_ON_GPU = 2**31 - 1
 _ALIGNED_BYTES = 16
 
 
@@ -117,13 +117,13 @@ class RegionCall:
             if not tensor.is_contiguous():
                 return False
         for index, axis in self._dynamic_axes:
-            if tensors[index].size(axis) < LEAST_SIZE:
+            if tensors[index].size(axis) < MIN_DYNAMIC_SIZE:
                 return False
         return self._device.type == "cpu" or self._fits_gpu_kernel(tensors)
 
     def _fits_gpu_kernel(self, tensors: Sequence[torch.Tensor]) -> bool:
         for shape in self._shapes:
-            if math.prod(s if isinstance(s, int) else tensors[s[0]].size(s[1]) for s in shape) > _MOST_ON_GPU:
+            if math.prod(s if isinstance(s, int) else tensors[s[0]].size(s[1]) for s in shape) > _MAX_ELEMENTS_ON_GPU:
                 return False
         return not any(tensor.data_ptr() % _ALIGNED_BYTES for tensor in tensors)
 

@@ -89,14 +89,14 @@ def compile_in(folder: Path) -> None:
 
 
 def _typical_shape(value: ir.Value, shape: list[int]) -> list[int]:
-    """Return the shape of an input in a typical call, with each dynamic size at least `LEAST_SIZE`."""
+    """Return the shape of an input in a typical call, with each dynamic size at least `MIN_DYNAMIC_SIZE`."""
     pairs = zip(sizes.dims_of(value), shape, strict=True)
-    return [max(n, request.LEAST_SIZE) if isinstance(size, str) else n for size, n in pairs]
+    return [max(n, request.MIN_DYNAMIC_SIZE) if isinstance(size, str) else n for size, n in pairs]
 
 
 def _example(model: ir.Model, shapes: list[list[int]], device: torch.device) -> Any:
     """Return tensors of these shapes, and their dynamic dimensions for torch.export."""
-    dynamic = functools.cache(lambda name: torch.export.Dim(name, min=request.LEAST_SIZE))
+    dynamic = functools.cache(lambda name: torch.export.Dim(name, min=request.MIN_DYNAMIC_SIZE))
     tensors, dims = [], []
     for value, shape in zip(model.graph.inputs, shapes, strict=True):
         tensors.append(torch.zeros(shape, dtype=TORCH_DTYPES[dtype_of(value)], device=device))

@@ -30,7 +30,7 @@ from onnxtrain.plan.storage import Storages
 from onnxtrain.report import PassReport, Refusal
 
 _CALLS = 20  # of a program before it compiles: a region takes some 6 s of a processor
-LEAST = 16384  # elements of a region's tensors: with fewer, a call costs more than it saves
+MIN_ELEMENTS = 16384  # elements of a region's tensors: with fewer, a call costs more than it saves
 
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
 MakeProgram = Callable[[Part, FusedCalls], Program]
@@ -91,7 +91,7 @@ class FusedProgram:
         tensors = list(tensors)
         # The tensors kept for backward include the contexts of custom autograd functions.
         shapes = [tuple(t.shape) if isinstance(t, torch.Tensor) else () for t in tensors]
-        self._num_calls += any(math.prod(shape) >= LEAST for shape in shapes)
+        self._num_calls += any(math.prod(shape) >= MIN_ELEMENTS for shape in shapes)
         if self._num_calls >= _CALLS:
             self._start(shapes, tuple(sizes_in))
         return self._ordinary(drain(tensors), sizes_in)
@@ -157,7 +157,7 @@ class FusedProgram:
         return requests, regions_of
 
     def _is_wanted(self, region: Region, storages: Storages) -> bool:
-        large = storages.number(region.elements) >= LEAST
+        large = storages.number(region.elements) >= MIN_ELEMENTS
         return large and (region.gains or self._options.kernels == "fused-all")
 
     def _calls(self, request: Request, library: Path | BuildError, regions: Sequence[Region]) -> list[RegionCall]:
@@ -219,7 +219,7 @@ def describe_regions(title: str, part: Part, storages: Storages) -> PassReport:
         regions, refused = (), [(node, str(reason)) for node in part.nodes[:1]]
     applied = []
     for region in regions:
-        large = storages.number(region.elements) >= LEAST
+        large = storages.number(region.elements) >= MIN_ELEMENTS
         when = "by kernels=fused and fused-all" if region.gains else "by kernels=fused-all only"
         frame = ", ".join(map(str, region.frame))
         applied.append(f"{region} over [{frame}]: {when if large else 'too small to compile'}")

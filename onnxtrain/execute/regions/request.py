@@ -23,7 +23,7 @@ from onnxtrain.system.machine import current_machine
 
 # The files of a request and of its result, in a folder of its own.
 GRAPH, METADATA, LIBRARY = "region.onnx", "region.json", "library.so"
-LEAST_SIZE = 2  # of dynamic dimensions: 0 and 1 broadcast differently, and so need other code
+MIN_DYNAMIC_SIZE = 2  # of dynamic dimensions: 0 and 1 broadcast differently, and so need other code
 
 
 class Request:

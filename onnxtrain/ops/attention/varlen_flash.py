@@ -53,7 +53,7 @@ from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
 
-_LARGEST_HEAD = 256
+_MAX_HEAD_SIZE = 256
 _CAPABILITY = (8, 0)
 
 
@@ -228,7 +228,7 @@ def flash_runs(device: str, q: ir.Value, k: ir.Value, v: ir.Value) -> bool:
     dtype, width = TORCH_DTYPES[dtype_of(q)], widths.pop()
     if device != "cuda" or widths or dtype not in (torch.float16, torch.bfloat16) or not isinstance(width, int):
         return False
-    fits = 0 < width <= _LARGEST_HEAD and width % 8 == 0
+    fits = 0 < width <= _MAX_HEAD_SIZE and width % 8 == 0
     return fits and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= _CAPABILITY
 
 

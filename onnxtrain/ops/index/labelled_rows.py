@@ -19,7 +19,7 @@ from onnxtrain.ops.index.advanced_indexing import nonzero_indices
 from onnxtrain.ops.interfaces.host_reads import HOST_READS, HostRead, PendingInt
 from onnxtrain.ops.reshape.movement import define_movement
 
-LEAST_STEP = 64  # row counts are multiples of it: the tiles of a GPU's GEMMs have as many rows
+MIN_STEP = 64  # row counts are multiples of it: the tiles of a GPU's GEMMs have as many rows
 STEPS = 8  # row counts from one power of two to the next: rounding costs half a step on average, 5 % of the rows
 
 
@@ -29,7 +29,7 @@ def rounded_up(count: int) -> int:
     These are 1/16 to 1/8 apart. 500 batches of 16 sequences with random lengths from 1 to 256 have 386 numbers of rows;
     rounded up, 99 % of the batches have one of eight, as many as a program keeps recordings for.
     """
-    step = max(LEAST_STEP, (1 << max(0, count.bit_length() - 1)) // STEPS)
+    step = max(MIN_STEP, (1 << max(0, count.bit_length() - 1)) // STEPS)
     return -(-count // step) * step
 
 

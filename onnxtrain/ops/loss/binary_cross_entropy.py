@@ -31,7 +31,7 @@ from onnxtrain.torch_compat import aten_kernels
 aten = torch.ops.aten
 Tensor = torch.Tensor
 _LOWEST_LOG = -100.0
-_SMALLEST_VARIANCE = 1e-12  # PyTorch clamps its divisor x (1 - x) to this
+_MIN_VARIANCE = 1e-12  # PyTorch clamps its divisor x (1 - x) to this
 
 
 def _types(n: NodeView) -> Sequence[TensorType]:
@@ -138,7 +138,7 @@ define_pure(
 def _probability_grad_body(op: Builder, n: NodeView) -> ir.Value:
     dy, x, target, weight = _widened(op, n, "dy", "x", "target", "weight")
     variance = op.Mul(op.Sub(op.scalar(1, like=x), x), x)
-    smallest = op.scalar(_SMALLEST_VARIANCE, like=x)
+    smallest = op.scalar(_MIN_VARIANCE, like=x)
     variance = op.Where(op.Less(variance, smallest), smallest, variance)
     slope = _weighted(op, op.Div(op.Sub(x, target), variance), weight)
     return cast(op, op.Mul(slope, unreduced(op, dy, x, n.reduction)), dtype_of(n.x))

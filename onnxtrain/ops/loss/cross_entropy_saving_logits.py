@@ -48,7 +48,7 @@ from onnxtrain.ops.native_kernels import may_compile
 Tensor = torch.Tensor
 
 _CPP_TYPES = {torch.float32: "float", torch.float64: "double"}
-_FEWEST_SCORES = 4096  # below, the gain is not worth a compile of 0.4 s
+_MIN_SCORES = 4096  # below, the gain is not worth a compile of 0.4 s
 LIBRARY = Library(
     "cross_entropy",
     read_sources("vectors.h", "exponential.h", "cross_entropy.cpp"),
@@ -174,7 +174,7 @@ def _compiled_functions(scores: Tensor, labels: Tensor, weights: Tensor | None) 
     supported = (
         scores.dtype in _CPP_TYPES
         and scores.dim() == 2
-        and scores.numel() >= _FEWEST_SCORES
+        and scores.numel() >= _MIN_SCORES
         and scores.is_contiguous()
         and labels.is_contiguous()
         and (weights is None or weights.is_contiguous())

@@ -42,7 +42,7 @@ Tensor = torch.Tensor
 
 # A chunk has enough rows for fast GEMMs and few enough for small logits: 64 MB in float32, 524 rows of 32 000 classes.
 _CHUNK_LOGITS = 1 << 24
-_FEWEST_CHUNK_ROWS = 128
+_MIN_CHUNK_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def linear_cross_entropy_with_gradients(
     dx = torch.empty_like(x) if mask[0] else None
     dw = torch.zeros_like(w, dtype=dtype) if mask[1] else None
     db = torch.zeros(w.size(0), dtype=dtype, device=x.device) if mask[2] else None
-    step = max(_FEWEST_CHUNK_ROWS, _CHUNK_LOGITS // max(1, classes) // _FEWEST_CHUNK_ROWS * _FEWEST_CHUNK_ROWS)
+    step = max(_MIN_CHUNK_ROWS, _CHUNK_LOGITS // max(1, classes) // _MIN_CHUNK_ROWS * _MIN_CHUNK_ROWS)
     for start in range(0, count, step):
         chunk = slice(start, start + step)
         logits = library.gemm(x[chunk], w.t(), b).to(dtype)

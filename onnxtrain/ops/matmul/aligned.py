@@ -27,8 +27,8 @@ DEVICES = frozenset({"cuda"})
 NARROW = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
 _ALIGNED = 8  # elements of 16 bits in 16 bytes
 _MULTIPLE = 64  # a tile of the GEMM
-_LEAST = 4096  # of the padded dimension: a vocabulary
-_LEAST_OTHER = 256  # of the hidden dimension: the GEMM takes longer than the copies
+_MIN_PADDED_DIM = 4096  # of the padded dimension: a vocabulary
+_MIN_OTHER_DIM = 256  # of the hidden dimension: the GEMM takes longer than the copies
 
 
 class Padding(NamedTuple):
@@ -41,14 +41,14 @@ class Padding(NamedTuple):
 
 def missing(size: Size) -> int:
     """Return what a vocabulary lacks to the next aligned size; 0 for symbolic, aligned and small sizes."""
-    if not isinstance(size, int) or size < _LEAST or size % _ALIGNED == 0:
+    if not isinstance(size, int) or size < _MIN_PADDED_DIM or size % _ALIGNED == 0:
         return 0
     return -size % _MULTIPLE
 
 
 def pads_vocabulary(device: str, dtype: ir.DataType, classes: Size, width: Size) -> bool:
     """Return whether padding a weight [classes, width] on this device is faster."""
-    is_wide = isinstance(width, int) and width >= _LEAST_OTHER and width % _ALIGNED == 0
+    is_wide = isinstance(width, int) and width >= _MIN_OTHER_DIM and width % _ALIGNED == 0
     return device in DEVICES and dtype in NARROW and is_wide and missing(classes) > 0
 
 
@@ -90,7 +90,7 @@ def padding_kernel(operands_of: Callable[..., Any], dims: Callable[..., tuple[in
             padding, others = Padding(missing(m), 0, missing(n_dim)), (m, n_dim)
         else:
             padding, others = Padding(0, missing(k), missing(n_dim)), (k, n_dim)
-        is_worthwhile = min(others) >= _LEAST_OTHER and any(padding)
+        is_worthwhile = min(others) >= _MIN_OTHER_DIM and any(padding)
         return padding if is_worthwhile else None
 
     def lower(n: NodeView, *arguments: Any) -> Call:

@@ -10,7 +10,7 @@ from onnxtrain.ops.interfaces.cpp import CPP, Array, Source, UnsupportedError, l
 from onnxtrain.ops.matmul.gemm import GEMM
 from onnxtrain.ops.matmul.matmul import MATMUL
 
-_LONGEST_INNER_DIM = 1024  # PyTorch multiplies in blocks; a sequential sum is as exact up to about this length
+_MAX_INNER_DIM = 1024  # PyTorch multiplies in blocks; a sequential sum is as exact up to about this length
 
 
 @CPP.implements(GEMM)
@@ -43,8 +43,8 @@ def _multiply(source: Source, a: Array, b: Array, result: Array) -> None:
     if b.shape[-1] > 1 and b.strides[-1] != 1:
         b = _with_contiguous_rows(source, b)
     (m, k), n = a.shape[-2:], b.shape[-1]
-    if k > _LONGEST_INNER_DIM:
-        raise UnsupportedError(f"a matmul with an inner dimension of {k}, more than {_LONGEST_INNER_DIM}")
+    if k > _MAX_INNER_DIM:
+        raise UnsupportedError(f"a matmul with an inner dimension of {k}, more than {_MAX_INNER_DIM}")
     sizes = f"{a.c_type}, {m}, {n}, {k}, {a.strides[-2]}, {a.strides[-1]}, {b.strides[-2]}, {result.strides[-2]}"
     source.work(math.prod(result.shape) * k)
     batch = result.shape[:-2]

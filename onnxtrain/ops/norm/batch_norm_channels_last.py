@@ -23,8 +23,8 @@ LIBRARY = Library(
     read_sources("vectors.h", "batch_norm.cpp"),
     {"forward": "pppppppppppiiddii", "backward": "pppppppppppiiii"},
 )
-_FEWEST_CHANNELS = 16  # for the compiled kernel: the lanes of a vector
-_MOST_ROWS, _FEWEST_ROWS = 16, 4  # accumulated sequentially in a group; smaller groups would leave too many sums
+_MIN_CHANNELS = 16  # for the compiled kernel: the lanes of a vector
+_MAX_GROUP_ROWS, _MIN_GROUP_ROWS = 16, 4  # accumulated sequentially; smaller groups would leave too many sums
 
 
 def is_channels_last(x: torch.Tensor) -> bool:
@@ -40,8 +40,8 @@ def is_channels_last(x: torch.Tensor) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _rows_per_group(count: int) -> int:
     """Return the number of rows in each group of `count` rows; 0 if no divisor is suitable."""
-    rows = next(d for d in range(min(_MOST_ROWS, count), 0, -1) if count % d == 0)
-    return rows if rows >= _FEWEST_ROWS or count <= _MOST_ROWS else 0
+    rows = next(d for d in range(min(_MAX_GROUP_ROWS, count), 0, -1) if count % d == 0)
+    return rows if rows >= _MIN_GROUP_ROWS or count <= _MAX_GROUP_ROWS else 0
 
 
 def _grouped(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _compiled_functions(x: torch.Tensor, *parameters: torch.Tensor | None) -> An
 
     Requests the compile if needed.
     """
-    if x.size(1) < _FEWEST_CHANNELS or any(
+    if x.size(1) < _MIN_CHANNELS or any(
         p is not None and (p.dtype != x.dtype or not p.is_contiguous()) for p in parameters
     ):
         return None

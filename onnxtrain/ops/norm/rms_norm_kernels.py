@@ -18,7 +18,7 @@ from onnxtrain.torch_compat import aten_kernels
 
 Tensor = torch.Tensor
 _CPP_TYPES = {torch.float32: "float", torch.float64: "double"}
-_FEWEST_ELEMENTS = 16384  # below, the call through ctypes costs more than the kernel gains
+_MIN_ELEMENTS = 16384  # below, the call through ctypes costs more than the kernel gains
 LIBRARY = Library(
     "rms_norm",
     read_sources("vectors.h", "rms_norm.cpp"),
@@ -117,6 +117,6 @@ def lower_rms_norm_backward(*arguments: Any) -> Call:
 
 def _are_supported(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether the compiled kernel applies: x is large, and all tensors are contiguous and of its dtype."""
-    if x.numel() < _FEWEST_ELEMENTS or x.dtype not in _CPP_TYPES or not x.is_contiguous():
+    if x.numel() < _MIN_ELEMENTS or x.dtype not in _CPP_TYPES or not x.is_contiguous():
         return False
     return all(t is None or (t.dtype == x.dtype and t.is_contiguous()) for t in others)

@@ -21,7 +21,7 @@ from onnxtrain.native import Library, pointers, read_sources
 
 Tensor = torch.Tensor
 _CPP_TYPES = {torch.float32: "float", torch.float64: "double"}
-_FEWEST_HIDDEN = 16  # units: the lanes of a vector
+_MIN_HIDDEN_SIZE = 16  # units: the lanes of a vector
 LIBRARY = Library(
     "lstm",
     read_sources("vectors.h", "gemm_tile.h", "exponential.h", "lstm.cpp"),
@@ -35,7 +35,7 @@ LIBRARY = Library(
 
 def runs(dtype: torch.dtype, device: torch.device, hidden: int) -> bool:
     """Return whether the kernel is loaded and supports this dtype, device and hidden size."""
-    return LIBRARY.functions is not None and device.type == "cpu" and dtype in _CPP_TYPES and hidden >= _FEWEST_HIDDEN
+    return LIBRARY.functions is not None and device.type == "cpu" and dtype in _CPP_TYPES and hidden >= _MIN_HIDDEN_SIZE
 
 
 def forward(r: Tensor, h: Tensor, c: Tensor, reverse: bool, y: Tensor, gates: Tensor, states: Tensor) -> None:

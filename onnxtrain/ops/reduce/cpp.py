@@ -11,7 +11,7 @@ from onnxtrain.ops.interfaces.cpp import CPP, Array, Source, UnsupportedError, l
 from onnxtrain.ops.reduce.extremes import REDUCE_MAX, REDUCE_MIN
 from onnxtrain.ops.reduce.sums import REDUCE_MEAN, REDUCE_SUM
 
-_LONGEST_SUM = 128  # PyTorch sums long rows in a tree; a sequential sum is as exact up to about this length
+_MAX_SUM_LENGTH = 128  # PyTorch sums long rows in a tree; a sequential sum is as exact up to about this length
 
 Reduction = Callable[[Source, Array, Array, frozenset[int]], None]
 
@@ -87,7 +87,7 @@ def _sum(source: Source, array: Array, result: Array, axes: frozenset[int]) -> N
         count = math.prod(inner)
         source.lines(loops([rows, outer], lambda e: f"{e[0]} = sum_of(&{e[1]}, {count});"))
         return
-    if math.prod(array.shape[axis] for axis in axes) > _LONGEST_SUM:
-        raise UnsupportedError(f"a sequential sum of more than {_LONGEST_SUM} elements")
+    if math.prod(array.shape[axis] for axis in axes) > _MAX_SUM_LENGTH:
+        raise UnsupportedError(f"a sequential sum of more than {_MAX_SUM_LENGTH} elements")
     source.lines(loops([result], lambda e: f"{e[0]} = 0;"))
     source.lines(loops([result.broadcast(array.shape), array], lambda e: f"{e[0]} += {e[1]};", independent=False))

@@ -98,7 +98,7 @@ def _capture_column_stack(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
     return concatenated(op, [cast(op, c, op.out[0].dtype) for c in columns], 1)
 
 
-_LONGEST_PREFIX = 64  # elements of a part whose formulas are compared one by one
+_MAX_PREFIX = 64  # elements of a part whose formulas are compared one by one
 
 CONCAT = define_movement(
     "Concat",
@@ -142,7 +142,7 @@ def _concat_formula(n: NodeView, formula_of: FormulaOf) -> Formula | None:
     axis = axis_of(n, n.y)
     lengths = [sizes.dims_of(x)[axis] for x in n.xs]
     last = formulas[-1]
-    if last is None or any(not isinstance(m, int) or m > _LONGEST_PREFIX for m in lengths[:-1]):
+    if last is None or any(not isinstance(m, int) or m > _MAX_PREFIX for m in lengths[:-1]):
         return None
     offset = sum(int(m) for m in lengths[:-1])
     if lengths[-1] == 1 and offset:

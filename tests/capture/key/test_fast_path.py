@@ -272,7 +272,7 @@ def test_a_module_that_changes_on_every_step_is_recompiled_ever_more_rarely(
         return compile_fast_path(*args)
 
     monkeypatch.setattr("onnxtrain.frontend.engine.compile_fast_path", count)
-    monkeypatch.setattr("onnxtrain.frontend.engine._MOST_PATIENCE", 8)
+    monkeypatch.setattr("onnxtrain.frontend.engine._MAX_PATIENCE", 8)
     plain = Scaled()
     module = ORTModule(plain)
     for _ in range(40):
