@@ -4,7 +4,7 @@
 
 Weights keep their names in the module, values those of PyTorch's exported graph. The doc_string of a node gives its
 module and source location. If an op's function depends on ranks, dtypes or attributes, each case has a name of its own:
-GeluGrad, GeluGrad_case2. Overloads of one name would not do: up to 1.24.1, onnxruntime silently calls the first of them
+GeluGrad, GeluGrad_case2. Overloads of one name are not used: up to 1.24.1, onnxruntime silently calls the first of them
 for all. Layers and other blocks that occur three times are functions, too. Files are written atomically.
 """
 

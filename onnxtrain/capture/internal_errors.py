@@ -13,7 +13,7 @@ from onnxtrain.errors import GraphError, KernelError, OnnxTrainError, ORTModuleF
 def internal_errors_as(error_type: type[ORTModuleFallbackException], problem: str) -> Iterator[None]:
     """Raise `error_type` instead of any error that only a bug of onnxtrain explains: a bug must not end a training.
 
-    Errors of onnxtrain that are no bugs (an unsupported module, a wrong option, a memory budget), errors of files, and
+    Errors of onnxtrain that are not bugs (an unsupported module, a wrong option, a memory budget), errors of files, and
     running out of memory pass unchanged.
 
     Args:

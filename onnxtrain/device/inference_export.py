@@ -63,7 +63,7 @@ def _cut(graph: ir.Graph, output_names: Sequence[str], path: Path) -> None:
         raise TrainingError(problem, str(path), ", ".join(available), ", ".join(unknown), todo)
     if not output_names:
         raise TrainingError(
-            "An inference model needs at least one output.", "graph_output_names=", ", ".join(available), "none"
+            "No output of the inference model is named.", "graph_output_names=", ", ".join(available), "none"
         )
     graph.outputs[:] = [values[name] for name in output_names]
 

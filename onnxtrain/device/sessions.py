@@ -196,7 +196,7 @@ class Graph:
         options: ort.SessionOptions,
         convert: Callable[[Path], bytes | None],
     ) -> None:
-        """Load the artifact, or what `convert` makes of a file of onnxruntime-training; None: it is no such file."""
+        """Load the artifact; `convert` converts a file of onnxruntime-training, and returns None for any other file."""
         self.path = Path(path)
         self._device = device
         try:

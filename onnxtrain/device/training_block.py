@@ -98,7 +98,7 @@ class TrainingBlock(Block):
     def requires_grad(self, name: str, value: bool = True) -> None:
         """Choose a parameter for training; with False, make it a frozen input of the graphs.
 
-        Of an input of the graph, the gradient is accumulated as that of a parameter is.
+        An input of the graph can be chosen too; its gradient is accumulated as a parameter's is.
         """
         self._requires_grad[name] = value
 

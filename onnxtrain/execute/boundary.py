@@ -117,8 +117,8 @@ class Unit:
             (None, any program) if that program reads less than all that forward kept.
         apply: `__call__` on (unit, *tensors), if nothing has to be done after it; else None. It runs on every step,
             where each Python call costs 0.4 us.
-        lone_views: indices of the results that are views of a tensor that nobody else sees. Users may change them in
-            place, which autograd refuses for a view returned by an autograd function.
+        lone_views: indices of the results that are views of a tensor that is reachable only through them. Users may
+            change them in place, which autograd refuses for a view returned by an autograd function.
         written_views: results that become views of inputs that forward mutated.
         inputs: the inputs of the graph, whose shapes bind the symbolic dimensions.
         unreached: indices of the inputs that no gradient reaches. They are detached: otherwise autograd would run the
@@ -263,7 +263,7 @@ def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class RandomState(NamedTuple):
-    """What the random ops of forward depended on.
+    """The state that the random ops of forward depended on.
 
     Attributes:
         cpu: the state of the CPU's generator.
@@ -311,8 +311,8 @@ class _Boundary(torch.autograd.Function):
     """Forward and backward of a unit, as autograd sees them.
 
     Backward programs take their arguments from an iterator, which holds no tensor that was read, and autograd frees the
-    saved tensors (unless retain_graph=True): each tensor is freed after its last use, as in eager. So are cotangents
-    from PyTorch 2.13 on, which passes them in a list that can be emptied.
+    saved tensors (unless retain_graph=True): each tensor is freed after its last use, as in eager. The same holds
+    for cotangents from PyTorch 2.13 on, which passes them in a list that can be emptied.
 
     `ctx.call` is (unit, tensors, versions, sizes): one attribute, because each costs a third of a small operator. The
     input tensors are held besides the saved ones for create_graph, which runs the module again in PyTorch: eager
@@ -377,7 +377,7 @@ def run_and_save(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
         kept = tuple(None if i in unit.contexts else tensor for i, tensor in enumerate(kept))
     ctx.save_for_backward(*kept)
     results = outputs[: unit.num_results]
-    if unit.lone_views:  # detach() shares memory and version, and to autograd its result is no view
+    if unit.lone_views:  # detach() shares memory and version, and to autograd its result is not a view
         results = tuple(r.detach() if i in unit.lone_views else r for i, r in enumerate(results))
     ctx.call = unit, tensors, () if unit.is_inference else [version_of(tensors[i]) for i in unit.unsaved_inputs], sizes
     if unit.several_differentiable:

@@ -7,7 +7,7 @@
 Backward is split where gradients are ready (`plan.backward_stages`); each stage is an autograd node with edges to its
 own parameters. The engine accumulates the gradients of a node before it runs the next one: they are added to .grad and
 freed, and hooks fire, layer by layer as in eager. `autograd.grad`, `backward(inputs=)` and DistributedDataParallel see
-true edges; a stage whose gradients nobody needs does not run.
+true edges; a stage whose gradients are not needed does not run.
 
 A hook may change the parameter whose gradient it receives: no later stage reads it. Changing a tensor that a later
 stage reads is an error, as in eager.

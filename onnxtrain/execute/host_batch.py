@@ -1,11 +1,11 @@
 """Batches whose integers and booleans the host still knows after it copied them to a device.
 
     batch on the host ─to_device─▶ batch on the device       copies that the host does not wait for
-                      └──────────▶ its values on the host    looked up by the tensor, as long as nobody changes that
+                      └──────────▶ its values on the host    looked up by the tensor, until it is changed
 
 The number of tokens of a batch without padding must be known before a step begins (`packing`), the number of its labels
-before the loss is launched (`NumberOnHost`). To read them from the device means to wait for all earlier work there: the
-batch may have been copied after it.
+before the loss is launched (`NumberOnHost`). Reading them from the device would wait for all earlier work there,
+because the batch may have been copied after it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from onnxtrain.torch_compat.tensors import version_of
 
 
 class _HostValues(NamedTuple):
-    """What the host knows of a tensor.
+    """A copy of a tensor on the host.
 
     Attributes:
-        values: a tensor on the host, which nobody else changes.
+        values: a tensor on the host, which no other code changes.
         version: that of the tensor on the device when it was made.
     """
 
@@ -70,11 +70,11 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def remember(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Let the host know the values of a tensor on a device, until it is changed.
+    """Remember the values of a tensor on a device, until it is changed.
 
     Args:
         tensor: on the device. Nothing is remembered of inference tensors: without versions, changes are not seen.
-        values: on the host; nobody else changes them.
+        values: on the host; no other code changes them.
     """
     if not tensor.is_inference():
         _host_copies[tensor] = _HostValues(values, version_of(tensor))

@@ -1,4 +1,4 @@
-"""Compute the gradients of inputs before, and apart from, those of parameters (`early_gradients="inputs"`).
+"""Compute the gradients of inputs before, and separately from, those of parameters (`early_gradients="inputs"`).
 
     forward     inputs ◀─token─ ┐                                                        autograd nodes
                                 first ──> results
@@ -6,7 +6,7 @@
     backward    first: reads what forward kept;  inputs: runs the first stage;  parameters: runs the second
 
 A zero-bubble schedule asks for the gradients of a stage's inputs, and later, from the same cotangents, for those of its
-parameters (`torch.distributed.pipelining`). Then the second stage goes on from what the first has computed.
+parameters (`torch.distributed.pipelining`). The second stage then continues from the results of the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from onnxtrain.torch_compat.tensors import version_of
 
 
 class InputsFirstBoundary(GroupedBoundary):
-    """Shows autograd the inputs of units apart from the parameters (`plan.backward_stages.group_inputs`)."""
+    """Shows autograd the inputs of units separately from the parameters (`plan.backward_stages.group_inputs`)."""
 
     def __call__(self, unit: Unit, *tensors: torch.Tensor) -> Sequence[Any]:
         call = _Call(self, unit, tensors)

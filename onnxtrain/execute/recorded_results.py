@@ -3,7 +3,7 @@
     replay ──> memory of a result ──> a tensor that shares it     while such a tensor is alive, nothing is replayed
                                  └──> a copy of it                if that would prevent a later replay
 
-Each memory has a storage of its own, made once by DLPack, and only tensors that were returned share it. So its number
+Each memory has a storage of its own, made once by DLPack, and only tensors that were returned share it. Its number
 of references tells whether one is alive: the user's, one that autograd saved, or a view of either.
 """
 
@@ -185,5 +185,5 @@ class ResultLayout:
         size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         if is_view(tensor):
             return lambda aliased, memories: memories[number].as_strided(size, stride, offset)
-        # detach() shares memory and version, and to autograd its result is no view.
+        # detach() shares memory and version, and to autograd its result is not a view.
         return lambda aliased, memories: memories[number].as_strided(size, stride, offset).detach()

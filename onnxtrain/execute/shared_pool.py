@@ -1,11 +1,11 @@
-"""The memory pool of a module's recordings: what each of them may overwrite, and when it may be replayed.
+"""The memory pool of a module's recordings: which memory each may overwrite, and when it may be replayed.
 
     forward a ──> kept a ──> backward a ──> gradients a       sizes a: kept a is reserved while backward a is recorded
-    forward b ──> kept b ──> backward b ──> gradients b       sizes b: in the memory of sizes a, which nobody reads now
+    forward b ──> kept b ──> backward b ──> gradients b       sizes b: in the memory of sizes a, which is no longer read
 
 A recording may overwrite all memory of the pool that was not reserved when it was recorded. The results of a recording
-are reserved until another one is made while nothing shares their memory. So the pool holds what one step needs at its
-largest sizes, and not the sum over all recordings.
+are reserved until another one is made while nothing shares their memory. The pool therefore holds the memory of one
+step at its largest sizes, not the sum over all recordings.
 
 A replay must not overwrite what is still read: while a result is alive, only those recordings are replayed that were
 made while it was reserved. A call that would need another one gets a recording with memory of its own.

@@ -478,8 +478,8 @@ class Engine:
     def _run(self, fallback: _Fallback, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call, and warn once per reason.
 
-        An error that forward raises in PyTorch too is no reason to fall back: it is raised alone, and the next call is
-        captured again.
+        An error that forward raises in PyTorch too is not a reason to fall back: it is raised alone, and the next call
+        is captured again.
         """
         output = fallback.run(*args, **kwargs)
         if fallback.entry is not None:

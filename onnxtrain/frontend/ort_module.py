@@ -102,8 +102,8 @@ class ORTModule(torch.nn.Module):
     `module` stays on the wrapper. A UserWarning names each attribute of `module` that collides with one of the wrapper.
 
     Raises:
-        ORTModuleTorchModelException: `module` is no `nn.Module`; or it is a `torch.nn.DataParallel`, and the fallback
-            policy does not cover that. Wrap the inner module instead.
+        ORTModuleTorchModelException: `module` is not an `nn.Module`; or it is a `torch.nn.DataParallel`, and the
+            fallback policy does not cover that. Wrap the inner module instead.
     """
 
     _is_part = False  # whether the module is only part of the user's model
@@ -112,7 +112,11 @@ class ORTModule(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise ORTModuleTorchModelException(
-                "ORTModule wraps a module.", "ORTModule", "a torch.nn.Module", type(module).__name__, "pass the module"
+                "The object cannot be wrapped.",
+                "ORTModule",
+                "a torch.nn.Module",
+                type(module).__name__,
+                "pass the module",
             ) from TypeError(type(module).__name__)
         settings = Options.resolve(**{**(debug_options or DebugOptions()).settings, **options})
         if isinstance(module, torch.nn.DataParallel):

@@ -4,8 +4,8 @@
     assert verdict.is_right, verdict
 
 Outputs and gradients are checked by the tolerance of onnxtrain's own tests (`execute/tolerance.py`). If one is off, the
-exported graph runs in PyTorch with autograd, and the optimized graph runs with onnxtrain's kernels. Of the values that
-both graphs have, the first to differ in execution order names the operator.
+exported graph runs in PyTorch with autograd, and the optimized graph runs with onnxtrain's kernels. Among the values
+that both graphs have, the first one to differ in execution order gives the operator.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _to(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 class _Side:
-    """One way to run the model."""
+    """A module, the function that runs it, and its inputs: one side of a comparison."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class AliasSets:
                     self._join(output, source)
 
     def root(self, value: ir.Value) -> ir.Value:
-        """Return the first value of the alias set: the one that owns the memory. A value that is no view is its own."""
+        """Return the first value of the alias set: the one that owns the memory; itself if it is not a view."""
         return self._roots.get(value, value)
 
     def aliases_of(self, value: ir.Value) -> tuple[ir.Value, ...]:

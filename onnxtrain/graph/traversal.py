@@ -218,7 +218,7 @@ def _copy_properties(source: ir.Value, target: ir.Value) -> None:
 
 
 def _has_meta(holder: ir.Node | ir.Value) -> bool:
-    """Return whether a node or value may have metadata. To read `meta` creates it: three objects for each value."""
+    """Return whether a node or value has metadata. Reading `meta` would create it: three objects for each value."""
     return getattr(holder, "_metadata", holder) is not None and bool(holder.meta)
 
 
@@ -290,7 +290,7 @@ def clone(graph: ir.Graph) -> tuple[ir.Graph, dict[ir.Value, ir.Value]]:
 
 
 def extract(graph: ir.Graph, values: Sequence[ir.Value]) -> ir.Graph:
-    """Return a copy of the graph, with all its inputs, that computes these of its values only."""
+    """Return a copy of the graph, with all its inputs, that computes only the given values."""
     needed: set[ir.Value] = set(values)
     nodes: list[ir.Node] = []
     for node in reversed(graph):

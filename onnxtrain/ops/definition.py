@@ -1,8 +1,8 @@
 """The definition of an op: its meaning, in one place.
 
-Passes, the differentiator and the executor read definitions; none of them holds a list of op names. What one of them
-alone needs to know is registered beside the definition (`interfaces/`). The basic fields are required: a missing one is
-an error where the op is defined, not where it is used. `constructors.py` fills them for whole classes of ops.
+Passes, the differentiator and the executor read definitions; none of them holds a list of op names. Facts that only one
+of them needs are registered beside the definition (`interfaces/`). The basic fields are required: a missing one is an
+error where the op is defined, not where it is used. `constructors.py` fills them for whole classes of ops.
 """
 
 from __future__ import annotations

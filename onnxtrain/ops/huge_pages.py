@@ -31,7 +31,7 @@ def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor of the shape of x, which is contiguous: in 1.6 µs, `empty` takes 3.8."""
+    """Return an uninitialized tensor of the shape of x, which must be contiguous; takes 1.6 µs, `empty` 3.8."""
     tensor = torch.empty_like(x)
     if x.numel() >= LARGE // _MAX_ITEMSIZE and tensor.nbytes >= LARGE and tensor.device.type == "cpu":
         _advise_huge_pages(tensor)

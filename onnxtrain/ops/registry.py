@@ -58,7 +58,7 @@ def view(node: ir.Node) -> NodeView:
 
 
 def input_of(value: ir.Value, op: OpDef) -> ir.Value | None:
-    """Return the first input of the node that computes `value`; None if that is no node of this op."""
+    """Return the first input of the node that computes `value`; None if that is not a node of this op."""
     node = value.producer()
     return node.inputs[0] if node is not None and definition_of(node) is op else None
 

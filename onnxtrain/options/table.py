@@ -144,7 +144,7 @@ class Options:
         "whether to accumulate each layer's gradients into .grad and free them during backward instead of at its end. "
         "Hooks then fire layer by layer, as in eager. 'auto' does so if several processes train the model when it is "
         "compiled, to exchange gradients during backward. 'inputs' computes the gradients of the call's tensors "
-        "before those of parameters, and apart from them, as zero-bubble pipelines do",
+        "before those of parameters, and separately, as zero-bubble pipelines do",
         "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT",
     )
     skip_padding: str = _knob(

@@ -82,7 +82,7 @@ JOINT: tuple[Pass, ...] = (
     fuse_gradient_sums,  # after equal nodes are merged: the users of a result are final
     reorder_relu_pool_gradients,  # before planning: fewer values are saved
     compute_loss_gradients_in_forward,  # it is known now which gradients are used
-    eliminate_dead_code,  # gradients that nobody asked for
+    eliminate_dead_code,  # gradients that no output depends on
 )
 
 # Names that passes had in earlier versions; `disabled_passes` accepts them with a notice.

@@ -1,4 +1,4 @@
-"""What a pass changed and what it refused to change, in sentences for the report."""
+"""The changes that a pass made and refused, in sentences for the report."""
 
 from __future__ import annotations
 

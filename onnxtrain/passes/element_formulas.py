@@ -1,4 +1,4 @@
-"""What the elements of values are, as formulas of their indices: masks are built from positions by arithmetic.
+"""Express the elements of values as formulas of their indices: masks are built from positions by arithmetic.
 
 Each op has its own formula (`ops/interfaces/element_formulas.py`).
 """

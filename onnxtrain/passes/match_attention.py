@@ -36,7 +36,7 @@ _SOFTMAX_TYPE = "the element type of its softmax differs from that of query and 
 
 
 class NotAttention(Exception):  # noqa: N818  # control flow: why a softmax is not fused
-    """The ops around a softmax are no attention (`reason` is None), or one that cannot be fused."""
+    """The ops around a softmax are not attention (`reason` is None), or attention that cannot be fused."""
 
     def __init__(self, reason: str | None = None) -> None:
         super().__init__(reason)

@@ -172,8 +172,8 @@ def plan_packing(graph: ir.Graph, changes: Changes, results: int = 0) -> Packing
     """Find the nodes that can run on packed tokens.
 
     Args:
-        graph: the forward graph. Of its outputs that may have zeros in padding, each gets a node of its own.
-        changes: what the pass did and refused.
+        graph: the forward graph. Each of its outputs that may have zeros in padding gets a node of its own.
+        changes: the changes that the pass made and refused.
         results: how many of the graph's outputs may have zeros in padding, from the first on.
 
     Returns:

@@ -3,8 +3,8 @@
     @register_graph_optimizer(target_modules="Bert|Roberta", devices="cuda", priority=1)
     def fuse_something(graph: onnx.GraphProto) -> None: ...
 
-They run after differentiation and our own passes. What they leave alone keeps its identity, so that everything known
-about it besides the protobuf stays known.
+They run after differentiation and our own passes. Nodes and values that they do not change keep their identity, and
+with it the metadata that a protobuf cannot hold.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def functions_for(module: str, device: str) -> list[GraphFunction]:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What users' functions did.
+    """The changes by users' functions.
 
     Attributes:
         added: the new nodes.
-        replaced: values that another node computes now.
+        replaced: values that another node now computes.
     """
 
     added: frozenset[ir.Node]
@@ -80,8 +80,8 @@ def rewrite(graph: ir.Graph, functions: Sequence[GraphFunction]) -> Rewritten:
     """Run the functions on `graph`, in place.
 
     Raises:
-        GraphError: a function changed the graph's inputs or outputs, or left a node that reads what nobody computes,
-            that is of an operator without a definition, or that stands in a cycle.
+        GraphError: a function changed the graph's inputs or outputs, or left a node that reads a value which no
+            node computes, whose operator has no definition, or that is part of a cycle.
     """
     traversal.name_uniquely(graph)
     before: onnx.GraphProto = ir.to_proto(graph)

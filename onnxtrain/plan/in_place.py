@@ -3,8 +3,8 @@
     linear = F.linear(x, w)         # a new allocation that nothing reads after relu
     relu = linear.relu_()
 
-An input may be overwritten if this program computed it (it is no argument or constant), it holds all elements of its
-root, and no value that may share its memory is read later or leaves the program.
+An input may be overwritten if this program computed it (it is not an argument or constant), it holds all elements of
+its root, and no value that may share its memory is read later or leaves the program.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from onnxtrain.report import SubgraphReport
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What backward recomputes of a joint graph.
+    """The values of a joint graph that backward recomputes.
 
     Attributes:
         joint: the graph that keeps everything.

@@ -30,7 +30,7 @@ from onnxtrain.torch_compat.tensors import storage_id
 def bind_symbols(inputs: Iterable[ir.Value], tensors: Iterable[torch.Tensor]) -> dict[str, int]:
     """Bind each symbol in the shapes of inputs to an integer, from these tensors.
 
-    A symbol that is no dimension by itself is solved from a dimension that depends on it alone, such as "2*n".
+    A symbol that is not a dimension by itself is solved from a dimension that depends on it alone, such as "2*n".
     """
     symbol_values: dict[str, int] = {}
     expressions: list[tuple[str, int]] = []
@@ -100,7 +100,7 @@ class Storages:
         return self._sources.get(value)
 
     def root(self, value: ir.Value) -> ir.Value:
-        """Return the value whose allocation holds this one: itself if it is no view."""
+        """Return the value whose allocation holds this one: itself if it is not a view."""
         while (source := self._sources.get(value)) is not None:
             value = source
         return value

@@ -40,7 +40,7 @@ REACH = 48  # nodes before a collective, and after the first reader of its resul
 
 
 class Phase(Enum):
-    """What the host does for a node."""
+    """The action of the host for a node."""
 
     RUN = auto()  # launches it; a wait for a collective makes the compute stream wait
     START_READ = auto()  # launches the copy of the number that it reads

@@ -24,7 +24,7 @@ def _any_autocast_by_device() -> bool:
 is_any_autocast_enabled = Internal[Callable[[], bool]](
     "is_any_autocast_enabled",
     lambda: torch._C._is_any_autocast_enabled,
-    why="called at every step; the public function tells for one device at a time",
+    why="called at every step; the public function takes one device at a time",
     fallback=_any_autocast_by_device,
     cost="a step takes about a microsecond longer",
     check=lambda part: part() == _any_autocast_by_device(),
@@ -33,7 +33,7 @@ is_any_autocast_enabled = Internal[Callable[[], bool]](
 profiler_enabled = Internal[Callable[[], bool]](
     "profiler_enabled",
     lambda: torch._C._autograd._profiler_enabled,
-    why="programs name their nodes for the profiler only while it runs; no public function tells",
+    why="programs name their nodes for the profiler only while it runs; no public function says so",
     fallback=lambda: False,
     cost="the profiler's table has ATen operators but no nodes",
     check=lambda part: part() in (True, False),
@@ -162,7 +162,7 @@ def _has_no_fake(operator: str) -> bool:
 has_fake = Internal[Callable[[str], bool]](
     "has_fake",
     lambda: lambda operator: torch._library.simple_registry.singleton.find(operator).fake_impl.kernel is not None,
-    why="tells operators for which this PyTorch has a meta function; no public function tells",
+    why="tells for which operators this PyTorch has a meta function; no public function does",
     fallback=_has_no_fake,
     cost="onnxtrain's meta functions of three operators take precedence over PyTorch's",
     check=lambda part: not part("aten::add.Tensor"),

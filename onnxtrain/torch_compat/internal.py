@@ -99,7 +99,7 @@ class Internal(Generic[T]):
 
 
 def missing(name: str) -> Callable[..., Any]:
-    """Make the fallback for a part without which there is no graph: a call of it makes the module run in PyTorch."""
+    """Make the fallback of a part that a capture needs: calling it makes the module run in PyTorch."""
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise CaptureError(

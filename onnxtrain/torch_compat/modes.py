@@ -54,7 +54,7 @@ count_dispatch_modes = Internal[Callable[[], int]](
 _TRANSFORMS = required(
     "functorch_transforms",
     lambda: (torch._C._functorch.maybe_current_level, torch._C._are_functorch_transforms_active),
-    "a module inside vmap, grad or jvp runs in PyTorch; no public function tells",
+    "a module inside vmap, grad or jvp runs in PyTorch; no public function tells this",
     check=lambda part: isinstance(part[0](), int | None) and isinstance(part[1](), bool),
     fallback=(lambda: None, lambda: False),
 )
@@ -65,7 +65,7 @@ is_inside_transform: Callable[[], bool] = _TRANSFORMS[1]
 is_transformed = required(
     "functorch_values",
     lambda: torch._C._functorch.is_functorch_wrapped_tensor,
-    "tensors inside vmap, grad or jvp belong to the transform, and have no storage; no public function tells",
+    "tensors inside vmap, grad or jvp belong to the transform, and have no storage; no public function tells this",
     check=lambda part: not part(torch.empty(0)),
     fallback=lambda tensor: False,
 )
@@ -78,7 +78,7 @@ def _forward_ad_level() -> int:
 forward_ad_level = required(
     "forward_ad_level",
     lambda: _forward_ad_level,
-    "a module under forward-mode differentiation runs in PyTorch; no public function tells",
+    "a module under forward-mode differentiation runs in PyTorch; no public function tells this",
     check=lambda part: isinstance(part(), int),
     fallback=lambda: -1,
 )

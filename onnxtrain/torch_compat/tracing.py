@@ -70,7 +70,7 @@ copies_without_bases = Internal[Callable[[], AbstractContextManager[Any]]](
 ).get()
 
 
-# What a trace leaves behind
+# State that a trace leaves behind
 
 
 def _keep_all() -> None:

@@ -1,8 +1,8 @@
 """The state of a block that its forward can read, as keys that are equal for blocks with the same state.
 
 A submodule is named by its path in the block. Attributes are compared by value, containers and plain objects by their
-contents. Functions, classes and tensors are compared by identity. Any other object is never the same as another, not
-even as itself: an iterator changes when forward reads it.
+contents. Functions, classes and tensors are compared by identity. Any other object compares unequal, even to itself: an
+iterator, for example, changes when forward reads it.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ class Block:
 
 
 def tensor_key(tensor: torch.Tensor) -> Hashable:
-    """Return what forward can know of a tensor besides its elements and its memory.
+    """Return the properties of a tensor that forward can read, except its elements and its memory.
 
-    The key of a parameter that is hidden is that of the fake tensor which it is in a trace.
+    The key of a parameter is that of the fake tensor which replaces it in a trace.
     """
     kind: type = FakeTensor if type(tensor) is torch.nn.Parameter else type(tensor)
     return (

@@ -1,4 +1,4 @@
-"""What a block could change or read outside of its arguments, its module and the trace.
+"""The state outside of its arguments, its module and the trace that a block could change or read.
 
 state = outside.state();  block(x);  outside.state() == state      forward changed nothing that later code can read
 """

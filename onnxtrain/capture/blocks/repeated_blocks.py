@@ -301,7 +301,7 @@ def _proxy(node: Node | str | None, tracer: Any) -> torch.fx.Proxy | str:
 
 
 def _new_like(example: Any, requires_grad: bool) -> torch.Tensor:
-    """Make a fake tensor with the layout of another one; if it requires a gradient, it is no leaf."""
+    """Make a fake tensor with the layout of another one; if it requires a gradient, it is not a leaf."""
     mode = example.fake_mode
     new = Fakes(mode).new(example.shape, example.dtype, example.device, example.stride())
     if requires_grad:

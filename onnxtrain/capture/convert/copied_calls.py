@@ -3,8 +3,8 @@
 h.1   y = gelu(x, approximate="tanh")    converted to ONNX nodes
 h.2   y = gelu(x, approximate="tanh")    a copy of them, with other inputs
 
-A call is converted, not copied, if it reads a tensor from outside of its block that is no input of the graph: another
-op may produce that tensor, and some conversions look at the producers of their inputs.
+A call is converted, not copied, if it reads a tensor from outside of its block that is not an input of the graph:
+another op may produce that tensor, and some conversions look at the producers of their inputs.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ _REFERENCES = 2  # of the variable, and of the argument of getrefcount
 _DTYPES = tuple(map(np.dtype, ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")))
 
 
-# What forward gets
+# The values that forward gets
 
 
 class SampledArray:

@@ -27,7 +27,7 @@ import torch
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.errors import CaptureError
 
-# PyTorch's own bookkeeping. What forward may do to buffers is decided in `assigned_buffers.py`.
+# PyTorch's own bookkeeping. `assigned_buffers.py` decides how forward may change buffers.
 _TABLES = ("_modules", "_parameters", "_buffers")
 # Recurrent layers cache their parameters here; the capture replaces the parameters, and with them these caches.
 _DERIVED = ("_flat_weights", "_flat_weight_refs")

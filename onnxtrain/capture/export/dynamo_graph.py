@@ -62,7 +62,7 @@ def dynamo_module(graph: GraphModule) -> DynamoGraph:
 
 
 class DynamoGraph(torch.nn.Module):
-    """A module that runs a graph of torch.compile on its tensors, and on its ints that are no tensor's size.
+    """A module that runs a graph of torch.compile on its tensors, and on its ints that are not sizes of a tensor.
 
     Args:
         graph: as torch.compile passes it to a backend.

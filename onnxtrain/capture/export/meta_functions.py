@@ -116,7 +116,7 @@ def _where(fakes: Fakes, condition: Any, x: Any, y: Any) -> FakeTensor | None:
 def _broadcast(
     fakes: Fakes, x: Any, y: Any, *others: FakeTensor, kind: Any = FLOATING, dtype: torch.dtype | None = None
 ) -> FakeTensor | None:
-    """Of two tensors of this kind and one dtype; `others` only take part in broadcasting."""
+    """Support two tensors of this kind and one dtype; `others` only take part in broadcasting."""
     if not fakes.are_supported(x, y, dtype=kind) or x.dtype != y.dtype:
         return None
     if any(t.fake_device != x.fake_device for t in others):
@@ -272,7 +272,7 @@ def _addmm(fakes: Fakes, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any
 
 
 def _cat(fakes: Fakes, tensors: Sequence[Any], axis: int = 0) -> FakeTensor | None:
-    """Of tensors of one dtype that agree in all other axes, unless they may be channels_last: so is the result then."""
+    """Support tensors of one dtype that agree in all other axes and cannot be channels_last, as the result then is."""
     if not tensors:
         return None
     first = tensors[0]
@@ -377,7 +377,7 @@ def _expand(fakes: Fakes, x: Any, size: Sequence[Any], *, implicit: bool = False
 
 
 def _slice(fakes: Fakes, x: Any, axis: int = 0, start: Any = None, end: Any = None, step: int = 1) -> FakeTensor | None:
-    """Of an axis of static size, or the whole of an axis of symbolic size."""
+    """Support an axis of static size, or the whole of an axis of symbolic size."""
     if not fakes.are_supported(x, dtype=None) or not _are_axes(x, axis) or step < 1:
         return None
     if not isinstance(x.shape[axis], int):
@@ -398,7 +398,7 @@ def _is_one_of(value: Any, *values: int | None) -> bool:
 
 
 def _view(fakes: Fakes, x: Any, size: Sequence[Any]) -> FakeTensor | None:
-    """Of a contiguous tensor, if the expressions show as many elements; of any other, with its last axis split."""
+    """Support a contiguous tensor with provably as many elements, and any other tensor whose last axis is split."""
     if not fakes.are_supported(x, dtype=None):
         return None
     if not fakes.is_contiguous(x):

@@ -15,7 +15,7 @@ The percentages are of a first step without the shortcut (docs/development/archi
 * 20 % of a module of two operators, in a process that has made a capture: PyTorch solves the inequalities between
   sizes, to suggest ranges of named dimensions in errors.
 
-Of a first step that functionalizes (the running statistics of an instance norm):
+In a first step that functionalizes (the running statistics of an instance norm):
 
 * 10 %: PyTorch lists all composite operators once for each namespace of operators, and looks up each by name.
 * 8 %: PyTorch replaces their kernels, and its function that registers one evaluates annotations.

@@ -2,7 +2,7 @@
 
     y = x.transpose(0, 1).reshape(-1);  x.fill_(0)        y is a view if x has one row, and zero too; else a copy
 
-A trace with symbolic sizes copies. That is the same computation unless the memory is written: then the capture serves
+A trace with symbolic sizes copies. The computation is the same unless the memory is written; the capture then serves
 only calls without a size of 1 there.
 """
 

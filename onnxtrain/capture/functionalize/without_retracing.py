@@ -88,8 +88,8 @@ class _Rewrite:
         mutations: the specifications of these outputs.
 
     Raises:
-        _NeedsRetracingError: a call writes to a tensor that is no buffer and that forward did not create; a written
-            value is read through another view later; or there is a region that is no `torch.no_grad()`.
+        _NeedsRetracingError: a call writes to a tensor that is not a buffer and that forward did not create; a written
+            value is read through another view later; or there is a region that is not `torch.no_grad()`.
     """
 
     def __init__(self, graph: Graph, buffers: Mapping[str, str | None]) -> None:

@@ -290,7 +290,7 @@ def _agrees(result: Any, expected: Any, binding: dict[Any, Any], dtypes: bool) -
         is_same_dtype = result.dtype == expected.dtype or not dtypes
         return is_same_dtype and [_size(size, {}) for size in result.shape] == shape
     if isinstance(expected, torch.SymInt):
-        # Of an element of a tensor the export may know the number from a kernel's check of it later.
+        # The export may know an element of a tensor as a number, from a kernel's later check of it.
         return _is_data_dependent_size(result) or _size(result, {}) == _size(expected, binding)
     return True
 

@@ -67,7 +67,7 @@ def is_known_by_version(file: str) -> bool:
         return True
     if file.startswith(_PACKAGES):
         return False
-    # A folder of installed packages inside the library's own is no part of Python.
+    # A folder of installed packages inside the library's own is not part of Python.
     return any(file.startswith(library) and "/site-packages/" not in file[len(library) - 1 :] for library in _LIBRARY)
 
 

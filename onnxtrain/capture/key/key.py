@@ -165,7 +165,7 @@ class ModuleState:
     whether a value has changed; if none has, the second snapshot replaces the first.
 
     Args:
-        module: any module. Of a TorchScript module, only the class is compared: no graph is captured from it.
+        module: any module. For a TorchScript module, only the class is compared: no graph is captured from it.
         names: the tensors that `read` returns: parameters, buffers and tensor attributes by their qualified names,
             tensors from outside the module by their paths in `Surroundings`.
         reads: the attributes that forward reads, as found by `attribute_reads`; None stands for all attributes, and

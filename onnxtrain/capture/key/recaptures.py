@@ -64,7 +64,7 @@ class Recaptures:
             values, first_call = self._numbers.setdefault(path, (set(), call))
             if value in values:
                 continue
-            count = len(values) - 1  # the first is no recapture
+            count = len(values) - 1  # the first is not a recapture
             if count >= _FREE_RECAPTURES and call - first_call < _CALLS_PER_RECAPTURE * count:
                 raise ChangingNumberError(
                     "a Python number among the arguments changes every few calls, and each value needs its own graph",

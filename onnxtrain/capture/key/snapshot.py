@@ -63,7 +63,7 @@ class Fact:
 
 
 class Snapshot:
-    """What forward can read from a module at this moment.
+    """The state of a module that forward can read, at one moment.
 
     Attributes:
         module, names, reads: see `onnxtrain.capture.key.key.ModuleState`.
@@ -96,7 +96,7 @@ class Snapshot:
     def first_change(self, later: Snapshot) -> tuple[str, str] | None:
         """Return the name and owner of the first fact that differs in a later snapshot; None if none does.
 
-        A tensor that became tied is no change: the graph takes it twice, and autograd adds the two gradients.
+        A tensor that became tied is not a change: the graph takes it twice, and autograd adds the two gradients.
         """
         for key in dict.fromkeys((*self.facts, *later.facts)):
             if self.facts.get(key) != later.facts.get(key) and (key[0] != _TIED or key in self.facts):

@@ -418,7 +418,7 @@ class _Walk:
         self._visit_globals(code, function.__globals__, is_user_code=True)
 
     def _visit_globals(self, code: CodeType, scope: _Scope, *, is_user_code: bool) -> None:
-        """Add the globals that code reads. Of user code, also follow the contents of globals and further names."""
+        """Add the globals that code reads. In user code, also follow the contents of globals and further names."""
         if id(code) in self.codes:
             return
         self.codes[id(code)] = (code, scope)

@@ -33,7 +33,7 @@ class CallArguments(Protocol):
 
 @dataclass(frozen=True)
 class TrialRun:
-    """What a call did.
+    """The result and the effects of a call.
 
     Attributes:
         raw: the result that it returned.

@@ -44,7 +44,7 @@ def output_from_json(parts: Any) -> OutputStructure:
     """Convert JSON to the structure of an output.
 
     Raises:
-        ValueError: the JSON is malformed, or names a class that does not exist or is no container of an output.
+        ValueError: the JSON is malformed, or names a class that does not exist or is not a container of an output.
     """
     return OutputStructure(_tree_from_json(parts["tree"]), tuple(map(str, parts["names"])))
 
@@ -82,7 +82,7 @@ def _class(name: str) -> type:
     for step in path.split("."):
         target = getattr(target, step, None)
     if not isinstance(target, type):
-        raise ValueError(f"there is no class {name}")
+        raise ValueError(f"the class {name} does not exist")
     return target
 
 

@@ -126,7 +126,7 @@ def _guards_to_json(stored: StoredGuards) -> Any:
     sizes = [size for shape in stored.shapes for size in shape if not isinstance(size, int)]
     for expr in (*sizes, *(expr for expr, _ in stored.conditions)):
         if not expr.free_symbols <= input_symbols:
-            raise NotStorableError(f"a condition on sizes depends on {expr}, which is no size of an input")
+            raise NotStorableError(f"a condition on sizes depends on {expr}, which is not a size of an input")
     return {
         "names": stored.names,
         "symbols": [[str(symbol), *axis] for symbol, axis in stored.symbols.items()],

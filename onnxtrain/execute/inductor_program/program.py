@@ -43,7 +43,7 @@ def watch(
         options: see `onnxtrain.options`.
         device: that it runs on.
         make_views: makes the program of `Split.views`.
-        frees_arguments: whether nobody else holds the program's arguments, as those of backward.
+        frees_arguments: whether the program holds the only references to its arguments, as in backward.
 
     Returns:
         None if the program stays as it is.

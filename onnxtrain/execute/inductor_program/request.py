@@ -28,7 +28,7 @@ _KEPT_METADATA = ("rng", "draws", "masks")  # of nodes: they choose the kernel
 
 
 class ArgumentSpec(NamedTuple):
-    """What a trace needs to know of a tensor: everything but its elements."""
+    """The properties of a tensor that a trace depends on: all but its elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -61,7 +61,7 @@ def split(part: Part) -> Split:
     nodes, read = nodes_computing(viewing, goals, part.host, part.nodes, Effects.NONE)
     for node in nodes:
         if not (part.host.issuperset(node.outputs) or view_source(node, 0, definition_of(node))):
-            raise GraphError("a result is no view of a tensor", got=node.op_type)
+            raise GraphError("a result is not a view of a tensor", got=node.op_type)
     needed = {*read, *outputs}
     inputs = tuple(i for i, v in enumerate(part.inputs) if v in needed)
     own_inputs = (*(part.inputs[i] for i in inputs), *roots)

@@ -25,7 +25,7 @@ _refused_lock = threading.Lock()
 
 
 class Request(Protocol):
-    """What the compiling process compiles."""
+    """A unit of work for the compiling process."""
 
     @property
     def file_prefix(self) -> str:
@@ -33,7 +33,7 @@ class Request(Protocol):
 
     @property
     def problem(self) -> str:
-        """What a user reads before the reason if it is not compiled."""
+        """The beginning of the warning if it is not compiled; the reason follows."""
 
     @property
     def key(self) -> str:

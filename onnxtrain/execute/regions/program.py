@@ -161,7 +161,7 @@ class FusedProgram:
         return large and (region.gains or self._options.kernels == "fused-all")
 
     def _calls(self, request: Request, library: Path | BuildError, regions: Sequence[Region]) -> list[RegionCall]:
-        """Return the calls of equal regions; none if there is no kernel that computes the same."""
+        """Return the calls of equal regions; none if the kernel cannot be used."""
         try:
             if isinstance(library, BuildError):
                 raise library

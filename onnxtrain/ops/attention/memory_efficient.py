@@ -148,7 +148,7 @@ def memory_efficient_attention_backward(
 
 
 def _mask_and_scale(q: Tensor, k: Tensor, dropout: DropoutOptions | None) -> tuple[Tensor | None, float]:
-    """Return the dropout mask that the compiled kernel samples, bool [b, h, l, s], and the factor of what it keeps."""
+    """Return the dropout mask that the compiled kernel samples, bool [b, h, l, s], and the scale of the kept ones."""
     if dropout is None:
         return None, 1.0
     shape = (*q.shape[:3], k.size(2))

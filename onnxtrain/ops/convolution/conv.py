@@ -271,12 +271,12 @@ _EXACT_CHANNELS, _EXACT_CHANNELS_OF_POINTS = 48, 256
 
 
 def _prefers_channels_last(w: int) -> Callable[[ir.Node], bool]:
-    """Return whether a node is faster in channels_last, and as exact as the tolerance asks.
+    """Return whether a node is faster in channels_last, and as exact as the tolerance requires.
 
-    PyTorch's kernels for contiguous float32 images sum blocks of 16 channels apart, those for channels_last all in a
-    row. Of n input channels (of the gradient: output channels), the error of a result is sqrt(n / 16) times that of a
-    contiguous one if the kernel is larger than 1 x 1: 1.4 for 32, 1.96 for 64, 3.7 for 256. For 1 x 1, it is 1.0 times
-    for 64, 1.1 to 2.6 times for 512 (AVX-512, AVX2). The tolerance is 2. Half precision rounds more than either.
+    PyTorch's kernels for contiguous float32 images sum blocks of 16 channels separately, those for channels_last all in
+    a row. With n input channels (output channels in the gradient), the error of a result is sqrt(n / 16) times that of
+    a contiguous one if the kernel is larger than 1 x 1: 1.4 for 32, 1.96 for 64, 3.7 for 256. For 1 x 1, it is 1.0
+    times for 64, 1.1 to 2.6 times for 512 (AVX-512, AVX2). The tolerance is 2. Half precision rounds more than either.
 
     Args:
         w: the position of the weight among the inputs.

@@ -1,9 +1,9 @@
-"""What the elements of an op's output are, as formulas of their indices, for `passes/element_formulas.py`.
+"""The elements of an op's output as formulas of their indices, for `passes/element_formulas.py`.
 
     Range(0, n)[i] = i      Unsqueeze(·, 1)[i, j] = i      LessOrEqual(cols, rows)[i, j] = (j - i <= 0)
 
-A formula is exact for all sizes: integers only, and nothing is assumed of a symbolic dimension but that an index is not
-negative.
+A formula is exact for all sizes: it has integers only, and assumes nothing of a symbolic dimension except that an index
+is not negative.
 """
 
 from __future__ import annotations

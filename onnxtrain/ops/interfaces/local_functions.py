@@ -1,4 +1,4 @@
-"""What model-local functions of ops depend on, for `ops/local_functions.py`."""
+"""The inputs whose static sizes a model-local function depends on, for `ops/local_functions.py`."""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ def line_of(function: Any, method: str) -> str | None:
 
 
 def requiring_grad(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return views of these tensors that require gradients and are no leaves, so that a function may change them.
+    """Return views of these tensors that require gradients and are not leaves, so that a function may change them.
 
     Their grad_fn raises if autograd ever continues past the function, and holds no tensor.
     """

@@ -246,7 +246,7 @@ PYTHON_OP = define(
         kernels=(Kernel(lower=_lower, host_inputs_if_known=lambda n: {len(call_of(n.node).inputs)}),),
         axes=lambda n: "",
         effects=Effects.PYTHON | Effects.RANDOM,
-        aliases={},  # an output may share an input's memory, but is no view of it for autograd
+        aliases={},  # an output may share an input's memory, but is not a view of it for autograd
         count_outputs=lambda inputs, attributes: 1 + len(attributes.get("output_tensor_types") or ()),
     )
 )
