@@ -20,7 +20,7 @@ from onnxtrain.device.blocks import PassThrough
 from onnxtrain.device.checkpoint_data import Checkpoint
 from onnxtrain.device.light_model import hold_out
 from onnxtrain.device.qat import with_fake_quant
-from onnxtrain.device.training_block import Choice, Extended, TrainingBlock
+from onnxtrain.device.training_block import ForwardWithLoss, ParameterChoice, TrainingBlock
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import TensorType
 from onnxtrain.log import LOG, warn
@@ -125,7 +125,12 @@ def generate_artifacts(
 
 
 def _graphs(
-    training: Extended, evaluation: Extended, choice: Choice, step: Block | None, *, portable: bool
+    training: ForwardWithLoss,
+    evaluation: ForwardWithLoss,
+    choice: ParameterChoice,
+    step: Block | None,
+    *,
+    portable: bool,
 ) -> dict[str, ir.Model]:
     """Build the graphs, by file name."""
     if not choice.trainable:
@@ -140,7 +145,7 @@ def _graphs(
     return graphs
 
 
-def _optimizer_graph(step: Block, training: Extended, choice: Choice, *, portable: bool) -> ir.Model:
+def _optimizer_graph(step: Block, training: ForwardWithLoss, choice: ParameterChoice, *, portable: bool) -> ir.Model:
     """Build the graph of an optimizer, which has an input for each tensor; or have a block of the user build it."""
     tensors, (trainable, frozen, _) = training.parameters(), training.ordered(choice)
     if isinstance(step, optimizers.Optimizer):
@@ -192,7 +197,7 @@ def _write(graphs: Mapping[str, ir.Model], folder: Path, prefix: str) -> None:
         LOG.info("wrote %s", path)
 
 
-def _write_checkpoint(training: Extended, choice: Choice, path: Path, *, nominal: bool) -> None:
+def _write_checkpoint(training: ForwardWithLoss, choice: ParameterChoice, path: Path, *, nominal: bool) -> None:
     tensors = training.parameters()
     trainable, frozen, buffers = training.ordered(choice)
     arrays = {name: tensors[name].numpy() for name in (*trainable, *frozen, *buffers)}
@@ -272,7 +277,7 @@ class _Sources:
         self.training, self.evaluation = captured.training, captured.evaluation
         self._trainable, self._frozen = captured.trainable, captured.frozen
 
-    def choice(self, requires_grad: Sequence[str] | None, frozen: Sequence[str] | None) -> Choice:
+    def choice(self, requires_grad: Sequence[str] | None, frozen: Sequence[str] | None) -> ParameterChoice:
         """Return the parameters to train and to freeze; none to train if the model has none besides the frozen ones."""
         if requires_grad is None:
             requires_grad = [name for name in self._trainable or () if name not in (frozen or ())]
@@ -287,7 +292,7 @@ class _Sources:
                 expected=f"requires_grad=[...] with some of {listed}",
                 got="none",
             )
-        return Choice(list(requires_grad), list(frozen))
+        return ParameterChoice(list(requires_grad), list(frozen))
 
     def _candidates(self, frozen: Sequence[str]) -> list[str]:
         """Return the floating-point initializers, besides those and running statistics."""
@@ -323,7 +328,7 @@ class _WithLoss(TrainingBlock):
 
 def _extended(
     base: Base, loss: Block, has_loss: bool, additional: Sequence[str], loss_inputs: Sequence[str] | None
-) -> Extended:
+) -> ForwardWithLoss:
     outputs = [v.name for v in base.model.graph.output]
     if loss_inputs is None:
         if type(loss) in _LOSSES.values() and len(outputs) > 1:

@@ -18,7 +18,7 @@ from onnxtrain.device.accumulation import ACCUMULATED, BUFFER, RESET
 from onnxtrain.device.block import Base
 from onnxtrain.device.light_model import hold_out
 from onnxtrain.device.optimizers import SGD, AdamW, ClipGradNorm, Optimizer
-from onnxtrain.device.training_block import Choice, Extended
+from onnxtrain.device.training_block import ForwardWithLoss, ParameterChoice
 from onnxtrain.device.training_graph import METADATA
 from onnxtrain.errors import ArtifactError
 from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType
@@ -44,9 +44,9 @@ def converted_graph(path: Path, kind: str, parameters: Sequence[str], trainable:
         return None
     outputs = _cut(model, parameters)
     model.graph.name = model.graph.name or path.stem
-    extended = Extended(Base(*hold_out(model)), outputs, [])
+    extended = ForwardWithLoss(Base(*hold_out(model)), outputs, [])
     parameter_names = [name for name in parameters if name in extended.parameters()]
-    choice = Choice(
+    choice = ParameterChoice(
         [name for name in parameter_names if name in trainable],
         [name for name in parameter_names if name not in trainable and name not in extended.buffers],
     )

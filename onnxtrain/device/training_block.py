@@ -16,15 +16,15 @@ from onnxtrain.errors import ArtifactError
 
 
 @dataclass(frozen=True)
-class Choice:
+class ParameterChoice:
     """The parameters to train, and those that are frozen inputs of the graphs, by name. All others are constants."""
 
     trainable: Sequence[str]
     frozen: Sequence[str]
 
 
-class Extended:
-    """A forward graph with its loss, after a block has extended it.
+class ForwardWithLoss:
+    """A forward graph that a block has extended by a loss.
 
     Args:
         base: not modified.
@@ -44,16 +44,16 @@ class Extended:
         initializers = self._model.graph.initializers.items()
         return {name: value.const_value for name, value in initializers if value.const_value is not None}
 
-    def training(self, choice: Choice, *, portable: bool = False) -> ir.Model:
+    def training(self, choice: ParameterChoice, *, portable: bool = False) -> ir.Model:
         """Build the graph of a training step."""
         return training_model(*self._forward(choice, self._outputs, training=True), portable=portable)
 
-    def evaluation(self, choice: Choice, *, portable: bool = False) -> ir.Model:
+    def evaluation(self, choice: ParameterChoice, *, portable: bool = False) -> ir.Model:
         """Build the graph of an evaluation."""
         outputs = [*self._outputs, *self._forward_outputs]
         return eval_model(*self._forward(choice, outputs, training=False), portable=portable)
 
-    def ordered(self, choice: Choice) -> tuple[list[str], list[str], list[str]]:
+    def ordered(self, choice: ParameterChoice) -> tuple[list[str], list[str], list[str]]:
         """Return the trainable parameters, the frozen ones and the buffers, each in the order of the model."""
         names = list(self._model.graph.initializers)
         in_both = set(choice.trainable) & {*choice.frozen, *self.buffers}
@@ -63,7 +63,7 @@ class Extended:
         frozen = [name for name in names if name in choice.frozen and name not in buffers]
         return [name for name in names if name in choice.trainable], frozen, buffers
 
-    def _forward(self, choice: Choice, outputs: Sequence[str], *, training: bool) -> tuple[ir.Model, Roles]:
+    def _forward(self, choice: ParameterChoice, outputs: Sequence[str], *, training: bool) -> tuple[ir.Model, Roles]:
         trainable, frozen, buffers = self.ordered(choice)
         missing = {*choice.trainable, *choice.frozen} - {*trainable, *frozen, *buffers, *self._inputs()}
         if missing:
@@ -93,7 +93,7 @@ class TrainingBlock(Block):
         super().__init__()
         self._requires_grad: dict[str, bool] = {}
         self._base: Base | None = None
-        self._extended: Extended | None = None
+        self._extended: ForwardWithLoss | None = None
 
     def requires_grad(self, name: str, value: bool = True) -> None:
         """Choose a parameter for training; with False, make it a frozen input of the graphs.
@@ -109,17 +109,19 @@ class TrainingBlock(Block):
         result = super().__call__(*names, **options)
         outputs = names_of(result)
         set_outputs(self._base.model, [*outputs, *(name for name in before if name not in outputs)])
-        self._extended = Extended(self._base, outputs, before)
+        self._extended = ForwardWithLoss(self._base, outputs, before)
         return result
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ParameterChoice:
         """The parameters chosen by `requires_grad`."""
         chosen = self._requires_grad
-        return Choice([n for n, value in chosen.items() if value], [n for n, value in chosen.items() if not value])
+        return ParameterChoice(
+            [n for n, value in chosen.items() if value], [n for n, value in chosen.items() if not value]
+        )
 
     @property
-    def extended(self) -> Extended:
+    def extended(self) -> ForwardWithLoss:
         """The forward graph with its loss. Raises ArtifactError before the first call of the block."""
         if self._extended is None:
             raise ArtifactError("The block has no graph, because it was not called yet.", todo="call the block first")

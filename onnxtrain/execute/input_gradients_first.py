@@ -42,22 +42,22 @@ class InputsFirstBoundary(GroupedBoundary):
         return results
 
 
-class _Given:
+class _Cotangents:
     """The cotangents of a backward."""
 
     def __init__(self, cotangents: Sequence[torch.Tensor | None]) -> None:
         self._tensors = list(cotangents)
         self._versions = [None if t is None else version_of(t) for t in self._tensors]
 
-    def are(self, others: _Given) -> bool:
+    def equal(self, others: _Cotangents) -> bool:
         """Return whether these are the same tensors, unchanged since."""
         return all(map(is_, self._tensors, others._tensors)) and self._versions == others._versions
 
 
-class _Begun(NamedTuple):
-    """A backward: its cotangents, and its run; the gradients themselves under create_graph."""
+class _Backward(NamedTuple):
+    """A backward that has started: its cotangents, and its run, or the gradients themselves under create_graph."""
 
-    given: _Given
+    cotangents: _Cotangents
     run: StagedRun | list[torch.Tensor | None]
 
 
@@ -67,16 +67,16 @@ class _Call:
     def __init__(self, boundary: InputsFirstBoundary, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
         self.boundary, self.unit, self.tensors = boundary, unit, tensors
         self.random_state: RandomState | None = None
-        self._begun: dict[int, _Begun] = {}  # by the engine's id of the backward
-        self._stopped: _Begun | None = None  # ran its first stage only
+        self._running: dict[int, _Backward] = {}  # by the engine's id of the backward
+        self._stopped: _Backward | None = None  # ran its first stage only
 
     def begin(self, ctx: Any, cotangents: list[torch.Tensor | None]) -> None:
         """Start a backward, of which no stage has run."""
-        given, backward_id = _Given(cotangents), autograd.current_backward()
-        self._begun[backward_id] = _Begun(given, self.boundary.begin(ctx, cotangents))
+        own_cotangents, backward_id = _Cotangents(cotangents), autograd.current_backward()
+        self._running[backward_id] = _Backward(own_cotangents, self.boundary.begin(ctx, cotangents))
 
         def end() -> None:
-            ended = self._begun.pop(backward_id)
+            ended = self._running.pop(backward_id)
             if isinstance(ended.run, StagedRun) and ended.run.stage == 1:
                 self._stopped = ended
 
@@ -85,16 +85,17 @@ class _Call:
     def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
         """Return the gradients of a stage's group; run the stage."""
         backward_id = autograd.current_backward()
-        begun = self._begun[backward_id]
-        if not isinstance(begun.run, StagedRun):
-            return [begun.run[index] for index in self.boundary.groups[stage]]
-        run = begun.run
-        if stage == 1 and run.stage == 0 and (stopped := self._stopped) is not None and stopped.given.are(begun.given):
+        backward = self._running[backward_id]
+        if not isinstance(backward.run, StagedRun):
+            return [backward.run[index] for index in self.boundary.groups[stage]]
+        run = backward.run
+        stopped = self._stopped if stage == 1 and run.stage == 0 else None
+        if stopped is not None and stopped.cotangents.equal(backward.cotangents):
             self._stopped = None
             assert isinstance(stopped.run, StagedRun)
             run = stopped.run
         with backward_context(self.unit, self.random_state):
-            if stage == 1 and run.stage == 0:  # the gradients of inputs are not wanted, but what leads to them is
+            if stage == 1 and run.stage == 0:  # only gradients of parameters are needed; they depend on this stage
                 run.advance()
             return run.advance()
 
@@ -114,7 +115,7 @@ class _Stage(torch.autograd.Function):
 
 
 class _First(torch.autograd.Function):
-    """Forward, and what backward reads."""
+    """Forward, and the state that backward reads."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tokens: torch.Tensor) -> tuple[Any, ...]:

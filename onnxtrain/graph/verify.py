@@ -291,7 +291,7 @@ class _Parameter:
 
 
 @dataclass(frozen=True)
-class _Standard:
+class _OnnxSchema:
     """ONNX's own schema of an op."""
 
     inputs: tuple[_Parameter, ...]
@@ -306,7 +306,7 @@ class _Standard:
 
 
 @functools.lru_cache(maxsize=4096)
-def _standard(op_type: str, opset: int) -> _Standard | None:
+def _onnx_schema(op_type: str, opset: int) -> _OnnxSchema | None:
     try:
         schema = onnx.defs.get_schema(op_type, opset, "")
     except onnx.defs.SchemaError:
@@ -315,7 +315,7 @@ def _standard(op_type: str, opset: int) -> _Standard | None:
     inputs, outputs = (tuple(map(_parameter, formals)) for formals in (schema.inputs, schema.outputs))
     for parameter, formal in zip((*inputs, *outputs), (*schema.inputs, *schema.outputs), strict=True):
         allowed.setdefault(parameter.type_name, frozenset(formal.types))
-    return _Standard(
+    return _OnnxSchema(
         inputs,
         outputs,
         schema.min_input,
@@ -345,7 +345,7 @@ def verify_standard(node: ir.Node, opset: int) -> None:
     Raises:
         GraphError: the node is invalid in this opset.
     """
-    schema = _standard(node.op_type, opset)
+    schema = _onnx_schema(node.op_type, opset)
     if schema is None:
         raise _fault(node, f"not an ONNX op of opset {opset}")
     if not schema.min_inputs <= len(node.inputs) <= schema.max_inputs:
@@ -372,7 +372,7 @@ def _verify_types(
     node: ir.Node,
     values: Sequence[ir.Value | None],
     parameters: Sequence[_Parameter],
-    schema: _Standard,
+    schema: _OnnxSchema,
     bound: dict[str, tuple[str, str]],
 ) -> None:
     """Check that each type is allowed for its parameter and that a type variable (T) has one type, kept in `bound`."""

@@ -100,7 +100,7 @@ def written(check: CaseCheck, symbol_values: Any) -> list[Written]:
     cases = []
     for program, shapes, sizes_in in seen:
         try:
-            if cpp_program.may_be_cpp_program(program.part, least=1):
+            if cpp_program.may_be_cpp_program(program.part, min_nodes=1):
                 cases.append(Written(program, shapes, sizes_in))
         except (UnsupportedError, GraphError):
             continue

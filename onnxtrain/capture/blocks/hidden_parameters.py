@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from onnxtrain.capture.blocks.call_arguments import NotReusableError
-from onnxtrain.capture.blocks.module_state import Block, kinds
+from onnxtrain.capture.blocks.module_state import Block, structure_numbers
 from onnxtrain.capture.blocks.parameter_table import ParameterTable
 from onnxtrain.torch_compat.tensors import storage_id
 
@@ -107,7 +107,7 @@ def _hideable_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
 
 def _later_blocks(root: torch.nn.Module) -> Iterator[Block]:
     """Yield the blocks of each kind whose parameters have the same types, without the first two."""
-    numbers = kinds(root)
+    numbers = structure_numbers(root)
     count = Counter(numbers.values())
     blocks: dict[Hashable, list[Block]] = defaultdict(list)
 

@@ -28,7 +28,7 @@ Read: TypeAlias = tuple[str, str]  # the path of a submodule in the block, the n
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"}
-_DEPTH = 4  # levels of containers and objects that are compared by their contents
+_MAX_DEPTH = 4  # levels of containers and objects that are compared by their contents
 # A trace does not depend on the state of these, or contains them as constants.
 _IDENTITIES = (torch.Tensor, type, FunctionType, BuiltinFunctionType, ModuleType, logging.Logger)
 
@@ -121,7 +121,7 @@ class Block:
         """Yield the reads with the ids of this block's modules."""
         return ((id(self.submodules[path]), name) for path, name in reads)
 
-    def key_of(self, value: Any, depth: int = _DEPTH) -> Hashable:
+    def key_of(self, value: Any, depth: int = _MAX_DEPTH) -> Hashable:
         """Return a key that is equal for values that forward cannot tell apart."""
         if isinstance(value, SINGLETON_TYPES) or (isinstance(value, VALUE_TYPES) and not isinstance(value, type)):
             return constant_key(value)
@@ -169,12 +169,12 @@ def tensor_key(tensor: torch.Tensor) -> Hashable:
     )
 
 
-def shared(tensors: Iterable[torch.Tensor], storages: Iterable[int]) -> Hashable:
+def sharing(tensors: Iterable[torch.Tensor], storages: Iterable[int]) -> Hashable:
     """Return which of the tensors are one object, and which share their storage."""
     return _first_occurrences(map(id, tensors)), _first_occurrences(storages)
 
 
-def kinds(module: torch.nn.Module) -> Mapping[int, int]:
+def structure_numbers(module: torch.nn.Module) -> Mapping[int, int]:
     """Number the modules with submodules by the classes and names in them: equal modules have equal numbers."""
     numbers: dict[Hashable, int] = {}
     number_of: dict[int, int] = {}

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 
 from onnxtrain.capture.blocks.call_arguments import NotReusableError, flatten, rebuild, tensors_in
 from onnxtrain.capture.blocks.hidden_parameters import MIN_BLOCKS, HiddenParameters
-from onnxtrain.capture.blocks.module_state import Block, Read, kinds, shared, tensor_key
+from onnxtrain.capture.blocks.module_state import Block, Read, sharing, structure_numbers, tensor_key
 from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.traced_call import Slots, TracedCall, traced_call
 from onnxtrain.capture.export.checkpoint_regions import current_annotations, current_region
@@ -116,7 +116,7 @@ class RepeatedBlocks:
         self._reads = reads
         self._outside = outside
         self._modules = [submodule for _, submodule in submodules(module)]
-        self._kinds = kinds(module)
+        self._kinds = structure_numbers(module)
         self._count = Counter(self._kinds.values())
         self._called: set[int] = set()
         self._templates: dict[Hashable, list[Template]] = defaultdict(list)
@@ -286,7 +286,7 @@ def _slots(
     writable = [False] * (len(tensors) - len(own)) + own
     nodes = [*map(node_of, tensors)]
     storages = [*map(storage_id, tensors)]
-    keys = tuple(map(tensor_key, tensors[: -len(own) or None])), shared(tensors, storages)
+    keys = tuple(map(tensor_key, tensors[: -len(own) or None])), sharing(tensors, storages)
     return Slots(nodes, storages, writable, (*keys, tuple(node is None for node in nodes)))
 
 

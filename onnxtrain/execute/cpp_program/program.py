@@ -30,19 +30,19 @@ from onnxtrain.ops import definition_of
 from onnxtrain.ops.interfaces.cpp import UnsupportedError
 from onnxtrain.plan.cut import Part
 
-_CALLS = 8  # with the same shapes, before compiling pays off
-_TRIALS = 20  # timed calls of each of the two at most
-_CLEAR = 5  # enough, if all of the one take less than all of the other: else equal programs do in 1 of 126 trials
+_CALLS_BEFORE_COMPILING = 8  # with the same shapes, before compiling pays off
+_MAX_TRIALS = 20  # timed calls of each of the two at most
+_DECISIVE_TRIALS = 5  # if all of one take less than all of the other; equal programs do so in 1 of 126 trials
 _MAX_NODES = 256  # of a small program
 
 Shapes = Sequence[tuple[int, ...]]
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
 
 
-def may_be_cpp_program(part: Part, least: int = 2) -> bool:
-    """Return whether a part of at least `least` nodes may be compiled; its sizes and operators are checked later."""
+def may_be_cpp_program(part: Part, min_nodes: int = 2) -> bool:
+    """Return whether a part of at least `min_nodes` nodes may be compiled; sizes and operators are checked later."""
     tensor_nodes = [n for n in part.nodes if not part.host.issuperset(n.outputs)]
-    if not least <= len(tensor_nodes) <= _MAX_NODES or any(definition_of(n).effects for n in tensor_nodes):
+    if not min_nodes <= len(tensor_nodes) <= _MAX_NODES or any(definition_of(n).effects for n in tensor_nodes):
         return False
     inputs = set(part.inputs)
     roots = [_root(value) for value in part.outputs[: part.num_user_outputs] if value is not None]
@@ -97,7 +97,7 @@ class CppProgram:
         self._shapes = shapes
         if any(t.numel() > MAX_ELEMENTS for t in tensors):
             self._program.run = self._ordinary
-        elif self._repeats >= _CALLS and self._thread is None:
+        elif self._repeats >= _CALLS_BEFORE_COMPILING and self._thread is None:
             self._thread = threading.Thread(
                 target=self._build, args=([tuple(t.shape) for t in tensors], tuple(sizes_in)), daemon=True
             )
@@ -135,7 +135,7 @@ class CppProgram:
         start = time.perf_counter()
         result = run(tensors, sizes_in)
         times.append(time.perf_counter() - start)
-        if len(ordinary) >= _TRIALS or _is_clear(call, ordinary):
+        if len(ordinary) >= _MAX_TRIALS or _is_decided(call, ordinary):
             self._program.run = self.call if _is_faster(call, ordinary) else self._ordinary
             self.settled = True
             LOG.debug(
@@ -147,11 +147,11 @@ class CppProgram:
         return result
 
 
-def _is_clear(call: Sequence[float], ordinary: Sequence[float]) -> bool:
+def _is_decided(call: Sequence[float], ordinary: Sequence[float]) -> bool:
     """Return whether the latest timings of the two leave no doubt: the first call of a function is slow."""
-    if min(len(call), len(ordinary)) < _CLEAR:
+    if min(len(call), len(ordinary)) < _DECISIVE_TRIALS:
         return False
-    call, ordinary = call[-_CLEAR:], ordinary[-_CLEAR:]
+    call, ordinary = call[-_DECISIVE_TRIALS:], ordinary[-_DECISIVE_TRIALS:]
     return max(call) < min(ordinary) or max(ordinary) < min(call)
 
 
