@@ -24,7 +24,7 @@ def annotate_kernels(graph: ir.Graph, options: Options, device: torch.device) ->
             node.metadata_props["rng"] = "fast" if fast else "torch"
             if device.type == "cpu":
                 node.metadata_props[MASKS] = "packed"
-            node.metadata_props["draws"] = "any" if options.rng == "fast" else "eager's"
+            node.metadata_props["samples"] = "any" if options.rng == "fast" else "eager's"
         if native:
             node.metadata_props[NOTE] = "on"
 

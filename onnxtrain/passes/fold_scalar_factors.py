@@ -63,7 +63,7 @@ class _Target(NamedTuple):
 def fold_scalar_factors(graph: ir.Graph, changes: Changes) -> None:
     """Move the scalar factors of `graph` to ops where they cost nothing, or less."""
     op = builder(graph)
-    samples_as_eager = any(node.metadata_props.get("draws") == "eager's" for node in graph)
+    samples_as_eager = any(node.metadata_props.get("samples") == "eager's" for node in graph)
     worklist = deque(graph)
     combined = moved = 0
     while worklist:

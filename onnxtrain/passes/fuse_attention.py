@@ -64,7 +64,7 @@ def _check_supported(attention: AttentionMatch) -> None:
         return
     if not drops_elements(view(attention.dropout)):
         raise NotAttention("its dropout ratio is not a constant")
-    if attention.dropout.metadata_props.get("draws") != "any":
+    if attention.dropout.metadata_props.get("samples") != "any":
         raise NotAttention('its dropout reproduces eager\'s random numbers (rng="torch")')
 
 
@@ -94,7 +94,7 @@ def _attention(op: Builder, attention: AttentionMatch) -> ir.Value:
     _, ratio, training = attention.dropout.inputs
     outputs = op.own.ScaledDotProductAttentionDropout(q, k, v, bias, mask, fill, ratio, training, **attributes)
     node = outputs[0].producer()
-    node.metadata_props.update((key, attention.dropout.metadata_props.get(key, "")) for key in ("rng", "draws"))
+    node.metadata_props.update((key, attention.dropout.metadata_props.get(key, "")) for key in ("rng", "samples"))
     return outputs[0]
 
 

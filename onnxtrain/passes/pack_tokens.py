@@ -249,7 +249,7 @@ def _is_worthwhile(region: Region, embeddings: Sequence[ir.Node]) -> bool:
 
 
 def _refuse_eager_randomness(graph: ir.Graph, changes: Changes) -> None:
-    random = next((node for node in graph if node.metadata_props.get("draws") == "eager's"), None)
+    random = next((node for node in graph if node.metadata_props.get("samples") == "eager's"), None)
     if random is not None:
         changes.refuse(random, 'it reproduces eager\'s random numbers (rng="torch")')
 
@@ -311,7 +311,7 @@ class _Finder:
         table = split_mask(node).table
         if any(traversal.is_used(v) for v in node.outputs[1:]):
             raise NotRowwise("its probabilities have users")
-        if definition_of(node) is ATTENTION_DROPOUT and node.metadata_props.get("draws") != "any":
+        if definition_of(node) is ATTENTION_DROPOUT and node.metadata_props.get("samples") != "any":
             raise NotRowwise('its dropout reproduces eager\'s random numbers (rng="torch")')
         if definition_of(node) is ATTENTION_DROPOUT and not 0 < drop_count(n) < DROP_LEVELS:
             raise NotRowwise("its dropout ratio is 0 or 1 in 16 bits")
@@ -531,7 +531,7 @@ def _varlen(
             result = op.own.VarlenFlashAttention(*operands, **attributes)[0]
             return result
         outputs = op.own.VarlenFlashAttentionDropout(*operands, n.ratio, n.training_mode, **attributes)
-        outputs[0].producer().metadata_props.update((key, n.node.metadata_props[key]) for key in ("rng", "draws"))
+        outputs[0].producer().metadata_props.update((key, n.node.metadata_props[key]) for key in ("rng", "samples"))
         result = outputs[0]
         return result
     key, dropped = (op.own.DropoutKey(), drop_count(n)) if drops else (None, None)

@@ -87,7 +87,7 @@ def _check_effects(node: ir.Node) -> None:
     effects = definition_of(node).effects
     if effects & ~Effects.RANDOM:
         raise NotRowwise(f"{node.op_type} has side effects")
-    if effects and node.metadata_props.get("draws") != "any":
+    if effects and node.metadata_props.get("samples") != "any":
         raise NotRowwise(f'{node.op_type} reproduces eager\'s random numbers (rng="torch")')
 
 

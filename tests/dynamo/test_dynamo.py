@@ -222,7 +222,7 @@ def test_two_forwards_of_a_custom_function_before_backward() -> None:
 
 
 def test_a_checkpointed_region_that_runs_in_pytorch_keeps_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own fallback for such a region draws other masks in backward."""
+    """PyTorch's own fallback for such a region samples other masks in backward."""
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise errors.CaptureError("not today")

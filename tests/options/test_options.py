@@ -397,7 +397,7 @@ PREDECESSORS_VARIABLES = """
 
 # The test of each option's effect: its file under tests/, and its name.
 EFFECTS = {
-    "rng": ("traps/test_random.py", "test_every_step_draws_new_masks_that_follow_the_seed"),
+    "rng": ("traps/test_random.py", "test_every_step_samples_new_masks_that_follow_the_seed"),
     "kernels": ("execute/test_regions.py", "test_training_equals_eager_at_all_sizes"),
     "process_wide": ("execute/test_reused_memory.py", "test_the_next_step_reuses_a_steps_memory"),
     "cuda_graphs": ("execute/test_recorded_program.py", "test_training_is_the_same"),

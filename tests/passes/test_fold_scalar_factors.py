@@ -131,7 +131,7 @@ def test_powers_of_two_are_folded_in_float64() -> None:
     assert node.attributes["alpha"].as_float() == 1 / 16
 
 
-def test_who_draws_eagers_numbers_gets_eagers_order(tmp_path: Path) -> None:
+def test_eagers_random_numbers_keep_eagers_order_of_operations(tmp_path: Path) -> None:
     def dropped(m: Scaled, y: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout((y @ y.transpose(-2, -1)) * 0.3, 0.5)
 

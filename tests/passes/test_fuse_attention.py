@@ -260,7 +260,7 @@ def test_dropout_keeps_as_much_as_it_should(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [dropped, with_sdpa])
-def test_who_asks_for_eagers_draws_gets_eagers_bits(function: Any) -> None:
+def test_rng_torch_gives_eagers_bits(function: Any) -> None:
     ours = ORTModule(FunctionModule(function), rng="torch")
     results = []
     for run in (ours, function):

@@ -135,7 +135,7 @@ def test_a_layer_keeps_one_tensor_and_writes_over_the_product() -> None:
         assert all(map(torch.equal, *(gradients(module, rows) for module in (ours, apart))))
     source = engine_of(ours).newest().unit.forward.source
     assert source.count(" relu_drop_(linear") == 3, source
-    assert not {"ReluDropout", "KeyedDropout", "DropoutKey"} & {*backward_kinds(ours)}, "backward draws again"
+    assert not {"ReluDropout", "KeyedDropout", "DropoutKey"} & {*backward_kinds(ours)}, "backward samples again"
 
 
 def test_a_budget_computes_it_again() -> None:

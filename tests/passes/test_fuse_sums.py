@@ -224,7 +224,7 @@ def test_the_pass_changes_no_draw(form: Form) -> None:
 @pytest.mark.parametrize(
     ("p", "training", "rng"), [(0.0, True, "fast"), (1.0, True, "fast"), (P, False, "fast"), (P, True, "torch")]
 )
-def test_what_draws_nothing_or_as_eager_is_left_alone(p: float, training: bool, rng: str) -> None:
+def test_dropout_without_samples_or_with_eagers_is_unchanged(p: float, training: bool, rng: str) -> None:
     module = FunctionModule(lambda x, residual: residual + F.dropout(x * 2, p, training))
     ours = ORTModule(module, rng=rng)
     tensors = [torch.randn(5, 6) for _ in range(2)]
@@ -279,7 +279,7 @@ def gradients(ours: nn.Module, rows: int) -> list[Tensor]:
     return [p.grad.clone() for p in ours.parameters() if p.grad is not None]
 
 
-def test_a_budget_draws_the_same_masks_again() -> None:
+def test_recompute_under_a_budget_samples_the_same_masks() -> None:
     torch.manual_seed(0)
     layers = Layers(8)
     plain, least = ORTModule(layers, kernels="pytorch"), ORTModule(layers, kernels="pytorch", memory_budget_bytes=0.5)

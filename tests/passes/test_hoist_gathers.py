@@ -210,7 +210,7 @@ def test_dropout_is_crossed_where_any_numbers_will_do_and_not_where_eagers_are_a
         assert any('rng="torch"' in text for text in refusals(model, "hoist_gathers")) == (rng == "torch")
 
 
-def test_under_rng_torch_dropout_draws_as_eager() -> None:
+def test_under_rng_torch_dropout_samples_as_eager() -> None:
     check_equals_eager(lambda: Layer(PICKS["first"], dropout=0.5), _floats)
 
 

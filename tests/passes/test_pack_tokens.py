@@ -275,10 +275,10 @@ def test_a_row_that_sees_nothing_gives_zero_or_the_mean_of_all(
 @pytest.mark.parametrize(("head", "reason"), [("all", "needs all rows"), ("mean", 'rng="torch"')])
 def test_what_can_never_be_packed_has_a_reason(head: str, reason: str, tmp_path: Path, decisions: list[bool]) -> None:
     torch.manual_seed(0)
-    eager_draws = head == "mean"
-    module = Encoder(bool_mask, head=head, dropout=0.1 if eager_draws else 0.0)
-    wrapped = wrap(module, tmp_path, skip_padding="always", rng="torch" if eager_draws else "fast")
-    if eager_draws:
+    eager_samples = head == "mean"
+    module = Encoder(bool_mask, head=head, dropout=0.1 if eager_samples else 0.0)
+    wrapped = wrap(module, tmp_path, skip_padding="always", rng="torch" if eager_samples else "fast")
+    if eager_samples:
         wrapped(*batch_of(FORMS["right"]))
     else:
         check(wrapped, module, *batch_of(FORMS["right"]))

@@ -249,7 +249,7 @@ def test_some_gradients_only_and_several_results() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_regions_are_computed_again(reentrant: bool) -> None:
-    """Without a budget. What is left above eager's peak are masks, which are not drawn again."""
+    """Without a budget. What is left above eager's peak are masks, which are not sampled again."""
     _, plain = stack_with()
     batch = {"x": BATCH["x"].clone().requires_grad_()}
     expected = gradients(plain, plain.module, batch)

@@ -110,7 +110,7 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
-def test_dropout_draws_eagers_masks(name: str) -> None:
+def test_dropout_samples_eagers_masks(name: str) -> None:
     with compared(model(DROPOUTS[name])) as compare:
         for sizes in ((3, 4), (1, 5), (2, 40)):
             compare.train(*sizes)
@@ -199,7 +199,7 @@ def runs(module: nn.Module, x: torch.Tensor, count: int) -> list[Any]:
     return [*outputs, torch.rand(1)]
 
 
-def test_every_step_draws_new_masks_that_follow_the_seed() -> None:
+def test_every_step_samples_new_masks_that_follow_the_seed() -> None:
     module, x = OnlySometimes(), torch.randn(5, WIDTH)
     ours = ORTModule(module, rng="torch")
     first, second = runs(ours, x, 4), runs(ours, x, 4)
@@ -208,7 +208,7 @@ def test_every_step_draws_new_masks_that_follow_the_seed() -> None:
     assert not torch.equal(first[0], first[1])
 
 
-def test_capture_draws_nothing() -> None:
+def test_capture_samples_nothing() -> None:
     """The first call, which captures, advances the generator as eager does; so does a call that falls back."""
     compare = Comparison(model(DROPOUTS["one"]))
     compare.train(3, 4)

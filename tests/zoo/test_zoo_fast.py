@@ -37,7 +37,7 @@ def test_gradients_equal_eagers(entry: ZooModel) -> None:
 
 @pytest.mark.parametrize("name", sorted(OFTEN))
 def test_compiled_kernels_train_as_operators_do(name: str) -> None:
-    """With dropout on: both draw the same masks, so that all gradients are the same."""
+    """With dropout on: both sample the same masks, so that all gradients are the same."""
     entry = next(e for e in ZOO if e.name == name)
     grads = []
     for native in (False, True):

@@ -24,7 +24,7 @@ from onnxtrain.ops.definition import OPSET
 from onnxtrain.plan.cut import Part
 from onnxtrain.system.machine import current_machine
 
-_KEPT_METADATA = ("rng", "draws", "masks")  # of nodes: they choose the kernel
+_KEPT_METADATA = ("rng", "samples", "masks")  # of nodes: they choose the kernel
 
 
 class ArgumentSpec(NamedTuple):
