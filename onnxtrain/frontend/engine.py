@@ -56,7 +56,7 @@ class _Entry:
 
     def __init__(self, state: ModuleState, compiled: Compiled | None, fallback: Call | None = None) -> None:
         self.state = state
-        self.fallback = fallback  # runs the module in pieces, between graph breaks
+        self.fallback = fallback  # runs the module as graphs between graph breaks
         self.fast_path: FastPath | None = None
         self._misses = 0  # calls that missed the fast path since `fast_path` was made
         self._patience = 1
@@ -101,7 +101,7 @@ class _Fallback:
     """How to run a call that cannot be captured.
 
     Attributes:
-        run: runs it in pieces or in PyTorch.
+        run: runs it as graphs between graph breaks, or in PyTorch.
         warning: says so to the user, with values of this call.
         reason: the problem and where it is, for which there is one warning.
         key: of the call.
@@ -445,14 +445,14 @@ class Engine:
     def _pieces(
         self, error: ORTModuleFallbackException, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Call | None:
-        """Return a function that runs the module in pieces.
+        """Return a function that runs the module as graphs between graph breaks.
 
         None if that is switched off, or no part of it can be captured.
         """
         if self._entry_point.pieces is None or not self._options.pieces or gathering_of(self._module):
             return None
-        # generate() fills a cache: PyTorch is faster than finding pieces. Each piece would change a parameter again.
-        # Pieces of a module that changes would have to be found again.
+        # generate() fills a cache: PyTorch is faster than finding graph breaks. Each graph would change a parameter
+        # again. A module that changes would have to be traced again.
         if isinstance(error, ChangedArgumentError | ChangedParameterError | FirstCallError):
             return None
         try:
@@ -465,7 +465,7 @@ class Engine:
         return self._in_pieces
 
     def _fallback(self, error: ORTModuleFallbackException, pieces: Call | None = None) -> _Fallback:
-        """Run the module in pieces or in PyTorch; raises the error if the policy forbids a fallback."""
+        """Run the module as graphs between graph breaks, or in PyTorch. Raises the error if the policy forbids that."""
         if gathering_of(self._module) is not None:
             error.add_note("The module cannot run in PyTorch instead, because shard_parameters has sharded it.")
             raise error

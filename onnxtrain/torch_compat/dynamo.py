@@ -66,6 +66,6 @@ NUMPY_SAMPLES = Internal[Callable[[], AbstractContextManager[Any]]](
     _find_numpy_samples,
     why="torch.compile replaces functions of numpy.random by its own, which sample from PyTorch's generator",
     fallback=nullcontext,
-    cost="in a module that runs in pieces, numpy.random samples other numbers than in eager",
+    cost="in a module with graph breaks, numpy.random samples other numbers than in eager",
     check=can_be_entered,
 )
