@@ -33,7 +33,7 @@ class Parameter:
 
     @property
     def data(self) -> Array:
-        """On the CPU a view of the memory: writing to it changes the model. On other devices a copy.
+        """The values; on the CPU, a view of the memory, so that writing to it changes the model; else a copy.
 
         Assigning copies an array of the same shape and dtype into that memory.
 

@@ -26,13 +26,13 @@ class AdamWMode(IntEnum):
     """The variant of weight decay, and of the order of epsilon and bias correction."""
 
     ADAM_L2_REGULARIZATION = 0
-    """L2 regularization, added to the gradient: `torch.optim.Adam`."""
+    """L2 regularization, added to the gradient, as in `torch.optim.Adam`."""
 
     ADAMW_TRANSFORMERS = 1
-    """Decay after the update, epsilon before bias correction: AdamW as in transformers."""
+    """Decay after the update, epsilon before bias correction, as in transformers' AdamW."""
 
     ADAMW_TORCH = 2
-    """Decay before the update: `torch.optim.AdamW`."""
+    """Decay before the update, as in `torch.optim.AdamW`."""
 
 
 class FusedAdam(Optimizer):
