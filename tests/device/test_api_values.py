@@ -139,7 +139,7 @@ def test_sequences_and_optionals_as_inputs_and_outputs(tmp_path: Path) -> None:
     assert state.parameters["w"].grad == 14
 
 
-def test_an_ortvalue_of_strings_is_what_onnxruntime_cannot_create() -> None:
+def test_onnxruntime_cannot_create_an_ortvalue_of_strings() -> None:
     """If it can one day, strings need no path of their own."""
     with pytest.raises(RuntimeError, match="non-string"):
         ort.OrtValue.ortvalue_from_numpy(np.array(["one"]))

@@ -166,7 +166,7 @@ def test_a_size_that_only_an_example_had_is_not_believed(tmp_path: Path) -> None
     assert_matches(results, trained, Packed(layer(nn.RNN)[0]), data)
 
 
-def test_what_pytorch_has_not_runs_only_where_it_is_frozen(tmp_path: Path) -> None:
+def test_ops_that_pytorch_lacks_run_only_if_frozen(tmp_path: Path) -> None:
     _, weights = layer(nn.GRU)
     model = model_file("GRU", weights)  # linear_before_reset is 0
     with pytest.raises(ArtifactError, match="linear_before_reset=0"):

@@ -134,7 +134,7 @@ def test_moments_of_strangers_are_refused(tmp_path: Path) -> None:
             checkpoint.load(tmp_path / "file")
 
 
-def test_what_is_no_checkpoint_is_named_as_such(tmp_path: Path) -> None:
+def test_files_that_are_not_checkpoints_are_refused(tmp_path: Path) -> None:
     safetensors_file.write(tmp_path / "weights", {"w": np.ones(2)})
     with pytest.raises(CheckpointError, match="not a training checkpoint"):
         checkpoint.load(tmp_path / "weights")

@@ -72,7 +72,7 @@ def test_a_newer_opset(tmp_path: Path) -> None:
     assert opset == 22
 
 
-def test_what_cannot_be_exported(tmp_path: Path) -> None:
+def test_modules_that_cannot_be_exported(tmp_path: Path) -> None:
     class Decides(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if x.sum().item() > 0 else -x

@@ -323,7 +323,7 @@ INTEGERS = [
 
 
 @pytest.mark.parametrize(("weight_type", "options", "learn_scales"), INTEGERS)
-def test_integers_compute_what_was_trained(
+def test_integers_compute_the_trained_function(
     trained: Path, tmp_path: Path, weight_type: str, options: dict[str, Any], learn_scales: bool
 ) -> None:
     model = quantized(trained, tmp_path, weight_type, **options)
@@ -665,7 +665,7 @@ def test_the_commands_quantize_train_and_convert_back(
     assert accuracy(logits(out / "quantized.onnx")) > 0.87  # 89 to 96 % over seeds and instruction sets
 
 
-def test_the_commands_refuse_what_is_not_quantized(
+def test_the_commands_refuse_models_that_are_not_quantized(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for given, code, says in (

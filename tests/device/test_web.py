@@ -214,7 +214,7 @@ def test_the_browser_trains_as_python_does(network: type[nn.Module], backend: st
 @needs_chromium
 @pytest.mark.slow  # a tenth of a minute in a browser; node runs the same artifacts and the same build of onnxruntime
 @pytest.mark.parametrize(("backend", "steps"), [("wasm", 60), ("webgpu", 30)], ids=["wasm", "webgpu"])
-def test_the_page_learns_what_is_drawn(backend: str, steps: int, page: str, tmp_path: Path) -> None:
+def test_the_page_learns_drawn_digits(backend: str, steps: int, page: str, tmp_path: Path) -> None:
     """Draw seven digits, one of them by keyboard, and two triangles that the model shall read as fives."""
     model = tmp_path / "my-digits.onnx"
     arguments = ("--backend", backend, "--steps", steps, "--out", model, "--chromium", CHROMIUM)

@@ -35,7 +35,7 @@ def test_the_test_files_use_the_names(file: str) -> None:
 
 
 @pytest.mark.parametrize("path", names.NEEDS_DEEPSPEED)
-def test_what_needs_deepspeed_says_so(path: str) -> None:
+def test_names_that_need_deepspeed_say_so(path: str) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         with pytest.raises(ImportError, match=r"requires DeepSpeed.*pip install deepspeed"):
             attribute_at(path)

@@ -130,7 +130,7 @@ def test_a_script_sees_its_own_arguments_and_folder(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == "['-m', '--help', 'x'] beside __main__\n"
 
 
-def test_what_a_script_raises_comes_with_its_traceback(
+def test_an_error_of_a_script_has_its_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch.distributed's writes the rank before each line

@@ -375,7 +375,7 @@ def in_pieces(module: nn.Module, **options: Any) -> ORTModule:
     return ORTModule(module, rng="torch", **options)
 
 
-def test_what_no_graph_can_hold_runs_in_pieces() -> None:
+def test_modules_that_are_not_one_graph_run_with_graph_breaks() -> None:
     module = Talks()
     ours = in_pieces(copy.deepcopy(module))
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
@@ -401,7 +401,7 @@ def test_pieces_can_be_switched_off() -> None:
     assert dynamo.captures() == 0
 
 
-def test_what_is_refused_beforehand_does_not_run_in_pieces() -> None:
+def test_modules_that_are_refused_beforehand_run_without_graphs() -> None:
     module = Block()
     module.up.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="not as an ONNX graph: submodules have hooks"):

@@ -121,7 +121,7 @@ def results(run: Any, module: nn.Module, x: torch.Tensor, training: bool, grad: 
 
 
 @pytest.mark.parametrize("make", slow_but_every(2, PROGRAMS), ids=lambda make: make.__name__)
-def test_it_does_what_eager_does(make: type[Program]) -> None:
+def test_it_equals_eager(make: type[Program]) -> None:
     torch.manual_seed(0)
     eager = make()
     ours = copy.deepcopy(eager)

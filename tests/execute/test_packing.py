@@ -113,7 +113,7 @@ def test_a_batch_that_the_host_knows_is_not_copied_back(waits: list[str]) -> Non
     assert torch.equal(copied_to_host([other])[0], torch.full_like(expected, 7))
 
 
-def test_the_host_does_not_know_what_was_changed_on_the_device() -> None:
+def test_host_copies_of_tensors_changed_on_the_device_are_not_used() -> None:
     batch = to_device(torch.arange(6), "meta")
     view = batch.view(2, 3)
     assert host_values(view) is None

@@ -25,7 +25,7 @@ def recordings_of(log: Recorders) -> tuple[Recording, Recording]:
     return forward, backward
 
 
-def test_what_forward_keeps_is_read_where_it_is(log: Recorders) -> None:
+def test_saved_values_are_read_without_a_copy(log: Recorders) -> None:
     """No copies but those of the batch, of the cotangent, and of the result that the loop holds."""
     trained = small(log)
 

@@ -31,7 +31,7 @@ def train(model: nn.Module, sizes: Sequence[int], steps: int = CALLS + 2) -> lis
 
 
 @pytest.mark.parametrize("make", [small, blocks])
-def test_sizes_share_what_the_largest_needs(log: Recorders, make: type[Trained]) -> None:
+def test_all_sizes_share_the_memory_of_the_largest(log: Recorders, make: type[Trained]) -> None:
     """Also if they were recorded first; and all blocks share one pool."""
     used = []
     for sizes in ((64,), (16, 64, 48)):

@@ -92,7 +92,7 @@ def test_other_random_numbers_are_compared_by_form() -> None:
     assert judge(drops, Configuration({"rng": "fast"})).kind == "equal"
 
 
-def test_a_program_shrinks_to_what_fails() -> None:
+def test_a_program_shrinks_to_the_failing_statements() -> None:
     def fails_by_tanh(case: Case) -> Case:
         kind = "wrong" if "tanh" in case.program.source() else "equal"
         return replace(case, verdict=Verdict(kind))
@@ -126,5 +126,5 @@ def test_random_programs_train_as_in_eager(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(13))
-def test_random_graphs_give_what_the_reference_gives(seed: int) -> None:
+def test_random_graphs_equal_the_reference(seed: int) -> None:
     assert not difference(draw_graph(seed))

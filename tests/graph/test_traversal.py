@@ -61,7 +61,7 @@ def test_replace_redirects_all_users_and_an_output_keeps_its_name():
     assert not old.uses()
 
 
-def test_replace_of_an_output_by_an_input_goes_through_an_identity():
+def test_replacing_an_output_by_an_input_adds_an_identity():
     op, (x,) = graph_of(x=(4,))
     old = op.Tanh(x)
     user = op.Exp(old)

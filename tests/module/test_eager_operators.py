@@ -86,7 +86,7 @@ def checked(system: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return system @ values
 
 
-def test_what_eager_pytorch_branches_on_is_left_out() -> None:
+def test_branches_of_eager_pytorch_are_not_captured() -> None:
     wrapped = ORTModule(Solving(checked), fallback_policy="FALLBACK_DISABLE")
     x = torch.rand(2, 4, 4)
     torch.testing.assert_close(wrapped(x), wrapped.module(x))

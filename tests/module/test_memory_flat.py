@@ -26,7 +26,7 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "early-gradients"])
-def test_a_step_frees_what_it_allocates(early: bool) -> None:
+def test_a_step_frees_its_allocations(early: bool) -> None:
     model = ORTModule(network(), rng="torch", early_gradients=early)
 
     def step(rows: int, tokens: int) -> None:

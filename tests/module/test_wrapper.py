@@ -110,7 +110,7 @@ def test_a_string_is_a_constant_and_warned_of_once() -> None:
         assert torch.equal(ours(x, "bye"), x)
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_objects_that_are_not_modules_are_refused() -> None:
     error = errors.ORTModuleTorchModelException
     with pytest.raises(error, match=r"expected: +a torch\.nn\.Module\n +got: +function") as raised:
         ORTModule(lambda x: x)

@@ -81,7 +81,7 @@ def without_digits(text: str) -> str:
     return " ".join(f"{float(w) + 0.0:.4g}" if w.lstrip("-")[:1].isdigit() and "." in w else w for w in words)
 
 
-def test_a_graph_writes_what_pytorch_writes_on_one_capture(tmp_path: Path) -> None:
+def test_a_graph_writes_the_same_files_as_pytorch_with_one_capture(tmp_path: Path) -> None:
     trained(tmp_path / "pt", graph=False)
     model = trained(tmp_path / "ort", graph=True)
     assert engine_of(model).captures == 1

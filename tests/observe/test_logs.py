@@ -47,7 +47,7 @@ def net() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
 
 
-def test_info_tells_what_backward_recomputes_with_shapes_and_bytes(caplog: pytest.LogCaptureFixture) -> None:
+def test_info_lists_recomputed_values_with_shapes_and_bytes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "onnxtrain")
     layers = (torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
     train(ORTModule(torch.nn.Sequential(*layers)), batch=128)
@@ -55,7 +55,7 @@ def test_info_tells_what_backward_recomputes_with_shapes_and_bytes(caplog: pytes
     assert "Sequential: recompute: 2 x Gelu float[128, 64], 32,768 bytes each" in caplog.text
 
 
-def test_info_tells_what_the_first_batch_let_be_skipped(caplog: pytest.LogCaptureFixture) -> None:
+def test_info_lists_the_work_skipped_in_the_first_batch(caplog: pytest.LogCaptureFixture) -> None:
     class Classifies(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

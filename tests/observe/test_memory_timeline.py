@@ -137,7 +137,7 @@ def model(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_command_predicts_what_it_measures(
+def test_the_commands_prediction_equals_its_measurement(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "250")

@@ -106,7 +106,7 @@ def test_backward_of_a_dense_batch_has_no_offsets(backend: SDPBackend, monkeypat
     assert [(call["cum_seq_q"], call["cum_seq_k"]) for call in calls] == [(None, None)]
 
 
-def test_backward_may_choose_what_forward_could() -> None:
+def test_backward_chooses_among_forwards_kernels() -> None:
     unit = SimpleNamespace(device_type="cuda")
     before = attention_switches.enabled_kernels()
     with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
@@ -119,7 +119,7 @@ def test_backward_may_choose_what_forward_could() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.25])
-def test_backward_drops_what_forward_dropped(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_drops_the_same_elements_as_forward(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the formula, by the CPU's generator in the place of the GPU's; other dropouts sample in between."""
     choose(monkeypatch, SDPBackend.MATH)
     monkeypatch.setattr("torch.cuda.get_rng_state", lambda device: torch.get_rng_state())
@@ -262,7 +262,7 @@ def test_kernels_with_masks_equal_eager(backend: SDPBackend, ratio: float, shape
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_the_math_path_drops_what_eager_drops(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+def test_the_math_path_drops_the_same_elements_as_eager(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     compared_with_eager(SDPBackend.MATH, dtype, 0.1, heads)
 
 

@@ -99,7 +99,7 @@ def test_megatrons_other_norms(order: float, expected: float) -> None:
     assert_matches_float64(optimizer.clip_master_grads(100.0, order), np.float64(expected))
 
 
-def test_megatron_counts_what_every_rank_has_once() -> None:
+def test_megatron_counts_replicated_parameters_once() -> None:
     full = with_gradients([3.0], [4.0])
     full[1].model_parallel = True
     optimizer = FP16_Optimizer(megatron([], full), **{**PARALLEL, "get_tensor_model_parallel_rank": lambda: 1})

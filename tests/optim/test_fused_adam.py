@@ -136,7 +136,7 @@ def test_its_defaults_and_state_keys_are_the_predecessors() -> None:
 
 
 @pytest.mark.parametrize("mode", AdamWMode)
-def test_a_saved_state_goes_on_where_it_was(mode: AdamWMode) -> None:
+def test_training_resumes_from_a_saved_state(mode: AdamWMode) -> None:
     ours = parameters()
     optimizer = FusedAdam(ours, adam_w_mode=mode, **SETTINGS)
     train(ours, optimizer)

@@ -33,7 +33,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_warm_up_and_what_comes_after(name: str) -> None:
+def test_warm_up_and_decay(name: str) -> None:
     schedule = getattr(optim, name)(total_steps=TOTAL, warmup=0.1)
     learning_rates = rates(schedule)
     steps = range(TOTAL + 2)

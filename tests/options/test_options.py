@@ -401,7 +401,7 @@ EFFECTS = {
     "kernels": ("execute/test_regions.py", "test_training_equals_eager_at_all_sizes"),
     "process_wide": ("execute/test_reused_memory.py", "test_the_next_step_reuses_a_steps_memory"),
     "cuda_graphs": ("execute/test_recorded_program.py", "test_training_is_the_same"),
-    "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_left_out_raise_and_name_the_option"),
+    "keep_outputs": ("passes/test_skip_ignored_labels.py", "test_outputs_that_are_not_kept_raise_and_name_the_option"),
     "memory_budget_bytes": ("plan/test_memory_budget.py", "test_a_share_is_met_and_changes_no_bit"),
     "recompute": ("plan/test_memory_options.py", "test_less_is_kept_and_no_bit_changes"),
     "early_gradients": ("execute/test_early_gradients.py", "test_gradients_are_bitwise_those_of_one_backward"),

@@ -109,7 +109,7 @@ def shown(line: str) -> list[str]:
     return line.partition(": ")[2].split(", ")
 
 
-def test_no_density_is_printed_of_what_runs_in_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_density_is_printed_of_a_module_that_runs_in_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if x.sum().item() > 0 else -x

@@ -75,7 +75,7 @@ def test_it_installs_and_trains(kind: str, built: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_they_hold_what_belongs_there(built: dict[str, Path]) -> None:
+def test_they_contain_the_package_only(built: dict[str, Path]) -> None:
     in_wheel = set(zipfile.ZipFile(built["wheel"]).namelist())
     package = ROOT / "onnxtrain"
     sources = {

@@ -30,7 +30,7 @@ def _is_looked_at(node: _Node) -> bool:
     return any(each is node for each in gc.get_objects())
 
 
-def test_it_is_on_again_and_finds_what_was_made_meanwhile() -> None:
+def test_it_is_enabled_again_and_finds_objects_created_meanwhile() -> None:
     gc.enable()
     with collector_paused(True):
         assert not gc.isenabled()

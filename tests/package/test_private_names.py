@@ -103,5 +103,5 @@ def test_private_names_are_found(source: str) -> None:
     "source",
     ["import torch\ntorch.__version__", "class A:\n  def f(self): return self._x", "import os\nos._exit(1)"],
 )
-def test_other_names_are_left_alone(source: str) -> None:
+def test_other_names_are_allowed(source: str) -> None:
     assert not list(private_names(source))

@@ -74,7 +74,7 @@ def both_merged(op: Any, x: ir.Value) -> ir.Value:
         (both_merged, None),
     ],
 )
-def test_what_is_split_as_it_was_merged(build: Build, ranks: list[int] | None) -> None:
+def test_axes_that_are_split_as_they_were_merged(build: Build, ranks: list[int] | None) -> None:
     """`ranks`: of the values on the way; None where nothing changes."""
     op, x = graph_of(("s", "b", 8))
     graph = closed(op, build(op, x))

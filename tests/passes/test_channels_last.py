@@ -99,7 +99,7 @@ def test_images_are_converted_once_at_the_border() -> None:
     assert source.count(".contiguous()") == 1
 
 
-def test_a_user_who_chose_channels_last_gets_what_pytorch_does() -> None:
+def test_channels_last_inputs_give_pytorchs_formats() -> None:
     source = compare(Residual, torch.randn(2, 3, 16, 16).contiguous(memory_format=LAST))
     assert CONVERSION not in source
     source = compare(lambda: Residual().to(memory_format=LAST), torch.randn(2, 3, 16, 16))

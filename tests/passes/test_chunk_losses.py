@@ -208,7 +208,7 @@ def test_float16_gradients_are_computed_from_the_scaled_loss() -> None:
         ({"label_smoothing": 0.1}, "label smoothing"),
     ],
 )
-def test_what_is_refused_equals_eager_and_has_a_reason(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_refused_forms_equal_eager_and_have_a_reason(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     def loss(output: Any) -> torch.Tensor:
         return output[0] if isinstance(output, tuple) else output.mean()
 

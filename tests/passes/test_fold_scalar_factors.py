@@ -111,7 +111,7 @@ def test_a_square_takes_no_number_of_one_operand() -> None:
         (math.inf, "FLOAT", None),
     ],
 )
-def test_what_is_refused(number: float, dtype: str, reason: str | None) -> None:
+def test_refused_forms(number: float, dtype: str, reason: str | None) -> None:
     op, x = graph_of(("b", 4, 4), ir.DataType[dtype])
     graph = closed(op, op.Mul(op.MatMul(x, x), op.scalar(number, like=x)))
     changes = Changes("fold_scalar_factors")

@@ -152,7 +152,7 @@ def norms(ours: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize(("form", "activated", "added"), FORMS, ids=lambda v: getattr(v, "__name__", ""))
 @pytest.mark.parametrize("dtype", slow_but_every(2, [torch.float32, torch.float64]))
-def test_what_is_behind_a_norm_becomes_part_of_it(form: Form, activated: int, added: int, dtype: torch.dtype) -> None:
+def test_activations_after_a_norm_become_part_of_it(form: Form, activated: int, added: int, dtype: torch.dtype) -> None:
     norm_nodes = norms(check(form, dtype))
     assert sum("activation" in n.attributes for n in norm_nodes) == activated
     assert sum(len(n.inputs) == 6 and n.inputs[5] is not None for n in norm_nodes) == added
@@ -178,7 +178,7 @@ def three_readers(norm, other, x, residual):
 
 
 @pytest.mark.parametrize("form", [result_read_twice, three_readers, norm_read_elsewhere], ids=lambda f: f.__name__)
-def test_the_sum_of_two_gradients_is_made_where_it_is_read(form: Form) -> None:
+def test_the_sum_of_two_gradients_is_computed_by_its_reader(form: Form) -> None:
     norm = gradient_of_norm(check(form, torch.float32))
     assert len(norm.inputs) == 7
     assert norm.inputs[6] is not None
@@ -204,7 +204,7 @@ def test_a_refusal_says_why() -> None:
     assert "has other users" in refusal.reason
 
 
-def test_relu_behind_a_checkpoint_stays() -> None:
+def test_relu_after_a_checkpoint_stays() -> None:
     """What the checkpoint gives is kept: relu of it alone is not recomputed."""
 
     def form(norm: nn.BatchNorm2d, other: Norm, x: Tensor, r: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def test_relu_behind_a_checkpoint_stays() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["x", "residual", "norm"])
-def test_gradients_that_nobody_asks_for(frozen: str) -> None:
+def test_gradients_that_are_not_needed(frozen: str) -> None:
     torch.manual_seed(0)
     eager = Formed(of_a_sum)
     eager.second.requires_grad_(False)

@@ -322,7 +322,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
-def test_what_is_refused_says_why_and_stays_right(function: Any) -> None:
+def test_refusals_have_a_reason_and_right_results(function: Any) -> None:
     if function is dropped_probabilities_returned:
         ours = ORTModule(FunctionModule(function))
         ours(*torch.randn(3, 2, 5, 8, requires_grad=True).unbind())

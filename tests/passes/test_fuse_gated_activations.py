@@ -122,7 +122,7 @@ def other_alpha(gate, row):
 
 
 @pytest.mark.parametrize("form", [broadcast, broadcast_gate, squared, other_alpha], ids=lambda f: f.__name__)
-def test_what_only_looks_like_it_stays(form: Callable[..., torch.Tensor]) -> None:
+def test_similar_subgraphs_are_not_fused(form: Callable[..., torch.Tensor]) -> None:
     assert "GatedActivation" not in kinds(check_capture(form, X, ROW))
 
 

@@ -194,7 +194,7 @@ UNLIKE: dict[Any, tuple[Spec, ...]] = {
 
 
 @pytest.mark.parametrize("form", UNLIKE, ids=lambda f: f.__name__)
-def test_what_only_looks_like_it_stays(form: Any) -> None:
+def test_similar_subgraphs_are_not_fused(form: Any) -> None:
     ours = check_capture(form, *UNLIKE[form])
     assert not {kind for kind, _ in FORMS.values()} & set(kinds(ours))
 

@@ -87,7 +87,7 @@ def test_they_are_one_op(form: Form, dtype: torch.dtype, native: bool) -> None:
 
 
 @pytest.mark.parametrize("form", STAYS, ids=lambda f: f.__name__)
-def test_what_only_looks_like_it_stays(form: Form) -> None:
+def test_similar_subgraphs_are_not_fused(form: Form) -> None:
     ours = check(form, torch.float32)
     assert "ReluDropout" not in kinds(ours)
     refused = [r for r in engine_of(ours).newest().report.refused if r.pass_name == "fuse_relu_dropout"]

@@ -182,7 +182,7 @@ def test_each_layer_adds_its_own() -> None:
 
 
 @pytest.mark.parametrize("form", STAYS, ids=lambda f: f.__name__)
-def test_what_only_looks_like_it_stays(form: Form) -> None:
+def test_similar_subgraphs_are_not_fused(form: Form) -> None:
     ours = check(form)
     assert "KeyedDropout" in kinds(ours)
     assert with_residual(ours) == 0
@@ -291,7 +291,7 @@ def test_recompute_under_a_budget_samples_the_same_masks() -> None:
     assert with_residual(least, "backward") > 0
 
 
-def test_the_sum_is_written_over_what_is_dropped() -> None:
+def test_the_sum_overwrites_dropouts_input() -> None:
     """Nobody reads the product behind dropout: no more memory is asked for. By operators, and by the kernel."""
     torch.manual_seed(0)
     layers = Layers()
@@ -303,7 +303,7 @@ def test_the_sum_is_written_over_what_is_dropped() -> None:
         assert source.count(f" {name}(linear") == 3, source
 
 
-def test_what_is_read_elsewhere_is_not_written_over() -> None:
+def test_a_value_that_is_read_elsewhere_is_not_overwritten() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -397,7 +397,7 @@ def test_the_gradient_of_a_norm_adds_that_of_the_residual(
     assert "fused an addition into 2 SimplifiedLayerNormalizationGrad" in str(ours.report())
 
 
-def test_a_sum_of_what_comes_later_is_named() -> None:
+def test_a_sum_with_a_later_value_is_refused_by_name() -> None:
     """All that the op reads would be held until then."""
     op = builder(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="late"))
     x, inv_std = op.constant([[1.0, 2.0]], ir.DataType.FLOAT), op.constant([[3.0]], ir.DataType.FLOAT)
@@ -410,7 +410,7 @@ def test_a_sum_of_what_comes_later_is_named() -> None:
     assert [r.reason.split(": ")[1] for r in changes.refused] == [f"{later.name} is computed later"]
 
 
-def test_a_sum_behind_a_checkpoint_stays() -> None:
+def test_a_sum_after_a_checkpoint_stays() -> None:
     """It is kept, as in eager: within the checkpoint it would be recomputed, and the product before it."""
 
     class Checkpointed(Layers):

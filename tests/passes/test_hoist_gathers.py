@@ -253,7 +253,7 @@ class Stopped(nn.Module):
         ("many", "not proven"),
     ],
 )
-def test_what_is_refused_equals_eager_and_has_a_reason(kind: str, reason: str, tmp_path: Path) -> None:
+def test_refused_forms_equal_eager_and_have_a_reason(kind: str, reason: str, tmp_path: Path) -> None:
     def call(draw: Draw, batch: int, length: int) -> Call:
         return Call((draw.floats(batch, length, WIDTH, grad=True), draw.ints(length, 4)))
 

@@ -231,7 +231,7 @@ _PAIRS: list[tuple[ORTModule, nn.Module]] = []
         pytest.param((causal_mask,), "mean", "inside", False, True, marks=pytest.mark.slow),
     ],
 )
-def test_who_reads_padding_decides(
+def test_readers_decide_whether_padding_is_skipped(
     masks: tuple[MaskOf, ...], head: str, form: str, labels_on_padding: bool, packed: bool, decisions: list[bool]
 ) -> None:
     torch.manual_seed(0)
@@ -273,7 +273,9 @@ def test_a_row_that_sees_nothing_gives_zero_or_the_mean_of_all(
 
 
 @pytest.mark.parametrize(("head", "reason"), [("all", "needs all rows"), ("mean", 'rng="torch"')])
-def test_what_can_never_be_packed_has_a_reason(head: str, reason: str, tmp_path: Path, decisions: list[bool]) -> None:
+def test_models_that_are_never_packed_have_a_reason(
+    head: str, reason: str, tmp_path: Path, decisions: list[bool]
+) -> None:
     torch.manual_seed(0)
     eager_samples = head == "mean"
     module = Encoder(bool_mask, head=head, dropout=0.1 if eager_samples else 0.0)
@@ -309,7 +311,7 @@ class Biased(Encoder):
 
 
 @pytest.mark.parametrize("bias_form", ["added", "chosen", "of columns", "shared by heads"])
-def test_a_table_of_biases_goes_with_the_tokens(bias_form: str, decisions: list[bool]) -> None:
+def test_a_table_of_biases_is_packed_with_the_tokens(bias_form: str, decisions: list[bool]) -> None:
     torch.manual_seed(0)
     module = Biased(bias_form)
     wrapped = ORTModule(module, skip_padding="always")

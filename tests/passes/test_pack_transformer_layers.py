@@ -162,7 +162,7 @@ def test_hidden_states_that_are_returned_are_zero_in_padding(batch_first: bool, 
 
 @SLOW
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_what_reads_padding_is_named(batch_first: bool, kept: list[int | None], tmp_path: Path) -> None:
+def test_readers_of_padding_are_named(batch_first: bool, kept: list[int | None], tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Sentences(batch_first, head="all")
     wrapped = wrap(module, tmp_path, skip_padding="always")
@@ -171,7 +171,7 @@ def test_what_reads_padding_is_named(batch_first: bool, kept: list[int | None], 
     assert any("padding is used: ReduceMean" in text for text in refusals(wrapped, "pack_tokens"))
 
 
-def test_it_is_packed_because_axes_stay_apart(kept: list[int | None], tmp_path: Path) -> None:
+def test_it_is_packed_because_axes_stay_separate(kept: list[int | None], tmp_path: Path) -> None:
     wrapped = wrap(Sentences(), tmp_path, skip_padding="always", disabled_passes=("cancel_axis_merges",))
     wrapped(*batch_of(FORMS["right"]))
     assert not applied_by(wrapped, "cancel_axis_merges")

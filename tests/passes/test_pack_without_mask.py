@@ -202,7 +202,7 @@ def test_without_padding_idx_the_number_means_nothing(kept: list[int | None]) ->
     assert kept == [10]
 
 
-def test_a_gradient_by_frequency_counts_words_that_nobody_reads(kept: list[int | None]) -> None:
+def test_a_gradient_by_frequency_counts_unread_words(kept: list[int | None]) -> None:
     torch.manual_seed(0)
     module = Tokens("earlier", "labels")
     module.words.scale_grad_by_freq = True
@@ -242,7 +242,7 @@ def test_a_batch_without_padding_runs_as_it_is(kept: list[int | None]) -> None:
         pytest.param("batch statistics", "mean", "BatchNormInternal", marks=pytest.mark.slow),
     ],
 )
-def test_what_reads_padding_is_named(
+def test_readers_of_padding_are_named(
     mixes: str, head: str, reason: str, kept: list[int | None], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)

@@ -123,7 +123,7 @@ def test_two_dropouts_of_one_tensor_stay_two(op: Builder) -> None:
     assert difference.abs().sum() > 0
 
 
-def test_a_dead_random_node_stays_and_a_dead_pure_node_goes(op: Builder) -> None:
+def test_a_dead_random_node_stays_and_a_dead_pure_node_is_removed(op: Builder) -> None:
     (x,) = op.graph.inputs
     op.Exp(op.Neg(x))
     op.Dropout(x, op.scalar(0.5, ir.DataType.FLOAT), op.scalar(True, ir.DataType.BOOL))
@@ -134,7 +134,7 @@ def test_a_dead_random_node_stays_and_a_dead_pure_node_goes(op: Builder) -> None
     assert changes.applied == ["removed 2 dead nodes"]
 
 
-def test_what_names_a_value_again_goes(op: Builder) -> None:
+def test_identities_are_removed(op: Builder) -> None:
     (x,) = op.graph.inputs
     first = op.Identity(op.Identity(op.Exp(x)))
     graph = finish(op, op.Neg(first), op.Reshape(first, op.constant([-1], ir.DataType.INT64)))
@@ -154,7 +154,7 @@ def test_the_names_of_inputs_and_results_stay(op: Builder) -> None:
     assert ops_of(graph) == ["Exp", "Identity", "Neg", "Identity", "Identity", "Tanh"]
 
 
-def test_a_copy_for_a_reshape_goes(op: Builder) -> None:
+def test_a_copy_for_a_reshape_is_removed(op: Builder) -> None:
     (x,) = op.graph.inputs
     turned = op.Transpose(op.Exp(x), perm=[1, 0])
     flat = op.Reshape(op.own.Clone(turned, memory_format="contiguous_format"), op.constant([-1], ir.DataType.INT64))
@@ -167,7 +167,7 @@ def test_a_copy_for_a_reshape_goes(op: Builder) -> None:
     assert_matches(run(graph, given)[0], lambda x: -x.exp().t().reshape(-1), given)
 
 
-def test_copies_of_what_comes_or_leaves_stay(op: Builder) -> None:
+def test_copies_of_inputs_and_outputs_stay(op: Builder) -> None:
     """Whoever holds an input or a result may change it."""
     (x,) = op.graph.inputs
     flat, y = op.constant([-1], ir.DataType.INT64), op.Exp(x)

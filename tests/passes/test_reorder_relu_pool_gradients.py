@@ -37,7 +37,7 @@ def run_pass(*, masked_by: str = "relu", read_twice: bool = False) -> tuple[list
     return [node.op_type for node in op.graph if node.op_type.endswith("Grad")], changes
 
 
-def test_the_mask_moves_behind_the_pool() -> None:
+def test_the_mask_moves_after_the_pool() -> None:
     ops, changes = run_pass()
     assert ops == ["ReluGrad", "MaxPoolGrad"]
     assert len(changes.applied) == 1

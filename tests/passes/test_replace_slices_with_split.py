@@ -110,7 +110,7 @@ def test_slices_that_the_module_gives_out_stay(tmp_path: Path) -> None:
     assert not applied_by(model, "replace_slices_with_split")
 
 
-def test_a_slice_of_what_is_cut_stays_beside_the_split() -> None:
+def test_a_slice_of_a_split_tensor_stays_beside_the_split() -> None:
     op, x = graph_of(("b", 4))
     parts = [op.Slice(x, *(op.sizes([n]) for n in bounds), op.sizes([1])) for bounds in ((0, 2), (2, 4), (1, 3))]
     graph = closed(op, op.Add(op.Add(parts[0], parts[1]), parts[2]))

@@ -84,7 +84,7 @@ def test_results_keep_the_strides_of_a_convolution(result: Any) -> None:
 
 
 @pytest.mark.parametrize("between", [nn.Identity(), nn.ReLU(), nn.Dropout(0.5)], ids=str)
-def test_convolutions_behind_elementwise_ops_are_products(between: nn.Module, tmp_path: Path) -> None:
+def test_convolutions_after_elementwise_ops_are_matmuls(between: nn.Module, tmp_path: Path) -> None:
     class Between(Adapted):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.up(between(self.down(x.transpose(-2, -1))) * 0.5)

@@ -28,7 +28,7 @@ def run_pass(scores_type: ir.DataType, *, reads: int, **attributes: int) -> tupl
     return [node.op_type for node in op.graph], changes
 
 
-def test_scores_are_kept_where_nobody_reads_log_probabilities() -> None:
+def test_logits_are_saved_if_log_probabilities_are_not_read() -> None:
     ops, changes = run_pass(FLOAT, reads=1)
     assert ops == ["CrossEntropy"]
     assert len(changes.applied) == 1

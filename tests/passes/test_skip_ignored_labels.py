@@ -237,7 +237,7 @@ def test_a_language_model_equals_eager_and_scores_labelled_tokens_only(kind: str
         ({"reduction": "none"}, "not reduced"),
     ],
 )
-def test_what_is_refused_equals_eager_and_has_a_reason(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_refused_forms_equal_eager_and_have_a_reason(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     def loss(output: Any) -> torch.Tensor:
         return output[0] if isinstance(output, tuple) else output.mean()
 
@@ -248,7 +248,7 @@ def test_what_is_refused_equals_eager_and_has_a_reason(options: dict[str, Any], 
     assert not applied_by(model, "skip_ignored_labels")
 
 
-def test_a_loss_over_samples_is_left_alone(tmp_path: Path) -> None:
+def test_a_loss_over_samples_is_unchanged(tmp_path: Path) -> None:
     class Samples(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -266,7 +266,7 @@ def test_a_loss_over_samples_is_left_alone(tmp_path: Path) -> None:
 # keep_outputs
 
 
-def test_outputs_that_are_left_out_raise_and_name_the_option(tmp_path: Path) -> None:
+def test_outputs_that_are_not_kept_raise_and_name_the_option(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = wrap(_language_model("bert"), tmp_path, keep_outputs=("loss",))
     call = _prompted(Draw(0), 3, 9)

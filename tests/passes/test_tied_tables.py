@@ -105,7 +105,7 @@ def test_gradients_add_up_over_batches() -> None:
     assert_matches(accumulated(ours), accumulated, eager)
 
 
-def test_a_gradient_that_the_caller_gave_is_not_written_over() -> None:
+def test_a_gradient_that_the_caller_gave_is_not_overwritten() -> None:
     module = FunctionModule(lambda table, rows: (F.embedding(rows, table), table * 1))
     table, rows = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 3], [3, 0]])
     given = torch.randn(2, 2, 4), torch.randn(7, 4)

@@ -141,7 +141,7 @@ def test_sizes_that_are_no_plain_symbol() -> None:
     assert bind_symbols(values[2:], tensors[2:]) == {}
 
 
-def test_what_is_held_and_for_what() -> None:
+def test_bytes_held_by_band() -> None:
     module, make = model_and_batches("minilm")
     model = ORTModule(module, rng="torch")
     batch = make(4, 8)

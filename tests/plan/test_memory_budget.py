@@ -146,7 +146,7 @@ def least_budget(model: ORTModule, batch: dict[str, torch.Tensor]) -> int:
     return int(match[1])
 
 
-def test_where_nothing_else_fits_gradients_are_handed_over_early() -> None:
+def test_gradients_are_accumulated_early_if_nothing_else_fits() -> None:
     module, plain = wide_with()
     expected = gradients(plain, module, WIDE)
     held = sum(p.nbytes for p in module.parameters())
@@ -210,7 +210,7 @@ def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"recompute: [1-9]", str(model.report()))
 
 
-def test_what_reads_a_changed_buffer_is_kept() -> None:
+def test_readers_of_a_changed_buffer_are_not_recomputed() -> None:
     """The count is another one when backward runs."""
     results = []
     for share in (None, 0.7):
@@ -248,7 +248,7 @@ def test_some_gradients_only_and_several_results() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_regions_are_computed_again(reentrant: bool) -> None:
+def test_checkpointed_regions_are_recomputed(reentrant: bool) -> None:
     """Without a budget. What is left above eager's peak are masks, which are not sampled again."""
     _, plain = stack_with()
     batch = {"x": BATCH["x"].clone().requires_grad_()}
@@ -307,14 +307,14 @@ class ReadLater(nn.Module):
         return {"loss": (first + second + view.cos()).square().mean()}
 
 
-def test_what_is_read_a_step_later_is_not_written_over() -> None:
+def test_a_value_that_is_read_a_step_later_is_not_overwritten() -> None:
     torch.manual_seed(3)
     module = ReadLater()
     results = gradients(ORTModule(module, rng="torch"), module, BATCH)
     assert_matches(results, eager_gradients, module, BATCH)
 
 
-def test_twice_the_batch_fits_in_what_eager_needs_for_one() -> None:
+def test_twice_the_batch_fits_in_eagers_memory_for_one() -> None:
     """With the bytes that eager holds for one batch as the budget, counted by the allocator's events."""
     module, make = model_and_batches("minilm")
     eager = peak_of(lambda: step(module, make(8, 48)))

@@ -107,7 +107,7 @@ class Normed(Block):
         return nn.functional.layer_norm(super().forward(x), (WIDTH,))
 
 
-def test_the_second_level_keeps_what_a_layer_hands_to_the_next() -> None:
+def test_the_second_level_keeps_the_tensors_between_layers() -> None:
     """Else backward would compute all layers again at once, and hold as much as without."""
     peaks = []
     for level in ("layers", "all"):

@@ -83,7 +83,7 @@ def test_any_other_function_runs_once() -> None:
     assert forwards(ORTModule(net(_Cubed), rng="torch", memory_budget_bytes=0.9), x) == 6
 
 
-def test_what_it_saves_is_not_kept_in_a_checkpoint() -> None:
+def test_its_saved_tensors_are_not_kept_in_a_checkpoint() -> None:
     """In eager's regions all of it runs again; here what is declared."""
     x, peaks = torch.randn(256, WIDTH), []
     for function in (_Cubed, Declared):

@@ -98,7 +98,7 @@ def test_each_event_is_needed(text: str) -> None:
             simulate(part, plan, without=node)
 
 
-def test_the_simulator_finds_what_is_read_too_early() -> None:
+def test_the_simulator_finds_values_that_are_read_too_early() -> None:
     part = part_of(GRADIENTS)
     plan = list(steps(part))
     waits = next(i for i, s in enumerate(plan) if s.node.op_type == "WaitCollective")

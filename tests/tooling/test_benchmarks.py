@@ -215,7 +215,7 @@ def test_recurrent_layers_have_no_gemms_to_time() -> None:
     assert Gemms(lambda: layer(torch.randn(3, 2, 8))[0].sum().backward()).count == 0
 
 
-def test_the_peak_is_what_is_held_at_once() -> None:
+def test_the_peak_counts_bytes_held_at_once() -> None:
     x = torch.zeros(1 << 18)
 
     def step() -> None:
@@ -315,7 +315,7 @@ def test_a_warm_up_ends_in_time_beside_a_thread_that_makes_programs() -> None:
         thread.join()
 
 
-def test_what_is_logged_of_inductor_is_part_of_the_result(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductors_log_is_part_of_the_result(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def warm_up(*arguments: object) -> None:
         LOG.info("%s: 1.00 ms compiled by Inductor, 2.00 ms as PyTorch's operators", "forward")
         LOG.info("captured")

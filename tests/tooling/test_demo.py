@@ -192,7 +192,7 @@ def test_variants_draw_the_same_masks_and_take_turns_in_going_first() -> None:
     assert order == ["one", "other", "other", "one"] * 3
 
 
-def test_the_generator_goes_on_as_if_only_the_first_had_trained() -> None:
+def test_the_generator_continues_as_if_only_the_first_had_trained() -> None:
     alone = variants("alone")
     train_interleaved(alone, tiny_batches(5))
     expected = torch.get_rng_state()
@@ -315,7 +315,7 @@ def test_the_page_says_when_both_losses_are_the_same_numbers() -> None:
     assert "same number as eager" in text
 
 
-def test_a_chart_is_xml_and_leaves_out_what_a_logarithm_cannot_show() -> None:
+def test_a_chart_is_xml_and_skips_values_without_a_logarithm() -> None:
     line = Series("loss <1>", "ours", [1, 2, 3, 4], [1e-7, 0.0, 1e-5, float("nan")])
     tree = ElementTree.fromstring(chart([line], title="a & b", x_label="step", y_label="difference", log=True))
     assert len(tree.findall("circle")) == 2
@@ -342,7 +342,7 @@ def test_a_chart_of_little_is_a_chart(values: list[float]) -> None:
     ElementTree.fromstring(chart([line], title="t", x_label="x", y_label="y", log=True))
 
 
-def test_the_running_mean_starts_with_what_there_is() -> None:
+def test_the_running_mean_starts_with_the_first_values() -> None:
     assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
 
 
@@ -358,7 +358,7 @@ def watch(console: Console) -> None:
         progress.update(75.0)
 
 
-def test_progress_is_plain_lines_where_nobody_watches() -> None:
+def test_progress_is_plain_lines_without_a_terminal() -> None:
     file = io.StringIO()
     console = Console(file=file, width=60)
     assert isinstance(make_progress(console), PlainProgress)
@@ -378,7 +378,7 @@ def test_progress_is_drawn_on_a_terminal() -> None:
         assert shown in file.getvalue()
 
 
-def test_the_clock_goes_by_the_work_done() -> None:
+def test_the_remaining_time_follows_the_work_done() -> None:
     clock = Clock(10)
     assert clock.left_s() is None
     clock.spend(10)

@@ -71,7 +71,7 @@ NEGATE = entry(
 
 
 @pytest.mark.slow  # PyTorch is imported for each run
-def test_what_tests_notice_and_what_they_overlook(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_detected_and_undetected_faults(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lists(repository, ADD, NEGATE)
     assert faults.main(["--jobs", "1"], repository) == 1
     printed = capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_another_commit(repository: Path, capsys: pytest.CaptureFixture[str]) ->
         (ADD + ADD, "2 faults have this name"),
     ],
 )
-def test_complaints_say_what_to_update(
+def test_complaints_name_the_entry_to_update(
     repository: Path, capsys: pytest.CaptureFixture[str], listed: str, complaint: str
 ) -> None:
     lists(repository, listed)

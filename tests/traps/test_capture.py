@@ -414,7 +414,7 @@ def test_a_tensor_that_forward_keeps_outside_the_module_is_a_real_one(keep: Call
     assert [type(tensor) for tensor in kept] == [torch.Tensor] * 6  # onnxtrain, eager and float64, two steps each
 
 
-def test_what_a_program_froze_may_keep_a_tensor_too() -> None:
+def test_frozen_parts_may_keep_a_tensor() -> None:
     """gc.get_referrers does not see a frozen list."""
     gc.collect()
     gc.freeze()
@@ -799,7 +799,7 @@ class Scored(Embeds):
 
 
 @pytest.mark.parametrize("read", ["one", "labels"])
-def test_a_gradient_by_frequency_counts_words_that_nobody_reads(read: str) -> None:
+def test_a_gradient_by_frequency_counts_unread_words(read: str) -> None:
     with compared(model(lambda: Scored(read), words)) as compare:
         compare.train(*SIZES)
 
@@ -903,7 +903,7 @@ def test_parameters_get_no_gradient_where_none_comes(results: int) -> None:
         assert all(p.grad is None for p in module.parameters())
 
 
-def test_what_made_an_input_that_gets_no_gradient_is_left_alone() -> None:
+def test_backward_does_not_enter_an_input_without_gradient() -> None:
     """With zeros, autograd would run the backward of the input's producer, which eager does not run."""
 
     class Refuses(torch.autograd.Function):

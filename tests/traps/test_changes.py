@@ -456,7 +456,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("submodule", ["first", "layers.1"])
-def test_a_hook_that_comes_and_goes(name: str, submodule: str) -> None:
+def test_a_hook_that_is_added_and_removed(name: str, submodule: str) -> None:
     with compared(ZooModel(name, Block, features, mean_square, falls_back="hook")) as compare:
         compare.train(*SIZES)
         handles = [HOOKS[name](side.run.get_submodule(submodule)) for side in compare.sides()]
@@ -484,7 +484,7 @@ GLOBAL_HOOKS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", GLOBAL_HOOKS)
-def test_a_hook_for_all_modules_that_comes_and_goes(name: str) -> None:
+def test_a_global_hook_that_is_added_and_removed(name: str) -> None:
     compare = Comparison(ZooModel(name, Block, features, mean_square))
     compare.train(*SIZES)
     handle = GLOBAL_HOOKS[name]()

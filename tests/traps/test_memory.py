@@ -168,7 +168,7 @@ LONE_VIEWS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", LONE_VIEWS)
-def test_a_view_that_nobody_else_sees_may_be_changed_under_autograd(name: str) -> None:
+def test_a_view_without_other_references_may_be_changed_under_autograd(name: str) -> None:
     modules = pair(LONE_VIEWS[name])
 
     def run(module: nn.Module) -> Any:

@@ -121,7 +121,7 @@ CAPTURED = [
 
 
 @pytest.mark.parametrize("change_after", CAPTURED, ids=lambda f: f.__name__.strip("_"))
-def test_what_has_no_gradient_gets_none(change_after: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+def test_inputs_without_a_gradient_get_none(change_after: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
     _check(change_after)
 
 

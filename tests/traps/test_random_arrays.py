@@ -106,7 +106,7 @@ class Direct(nn.Module):
         return self.inner(x) * torch.from_numpy(noise / 2)
 
 
-def test_numpys_samples_in_pieces_are_eagers() -> None:
+def test_numpys_samples_between_graph_breaks_are_eagers() -> None:
     """torch.compile would sample by PyTorch's generator in place of numpy's."""
     with compared(ZooModel("direct", Direct, arguments, mean_square, falls_back="array of samples")) as compare:
         got, eager = (outputs(side, 2) for side in (compare.got, compare.eager))

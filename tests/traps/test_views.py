@@ -125,7 +125,7 @@ def after_a_later_change(run: nn.Module, module: Calls, x: torch.Tensor) -> list
         "x.zero_(); v = x[1:], x",
     ],
 )
-def test_a_result_that_is_a_view_of_what_forward_changes(text: str) -> None:
+def test_a_result_that_is_a_view_of_a_changed_tensor(text: str) -> None:
     module, theirs = Calls(returned(text)), Calls(returned(text))
     run = ours(module)
     for length in (6, 3):
@@ -272,7 +272,7 @@ def test_a_buffer_that_is_written_keeps_its_shape_and_type(text: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(2, 3, 5, 4), (4, 7, 1)])
-def test_a_decomposition_that_goes_by_the_size_serves_such_sizes_only(lengths: tuple[int, ...]) -> None:
+def test_a_decomposition_by_size_serves_such_sizes_only(lengths: tuple[int, ...]) -> None:
     """`tensor_split` of an even length is decomposed into equal parts."""
     run = ours(Calls(written("v = torch.tensor_split(x, 2)[0]; x.mul_(2.0)")))
     for length in lengths:
@@ -391,7 +391,7 @@ class CopiesThenWrites(nn.Module):
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_a_copy_of_what_is_written_later_keeps_its_elements(name: str) -> None:
+def test_a_copy_of_a_tensor_that_is_written_later_keeps_its_elements(name: str) -> None:
     module = CopiesThenWrites(WITHOUT_EFFECT[name])
     x = torch.randn(3, 4)
     assert_matches(ORTModule(module, rng="torch", fallback_policy="FALLBACK_DISABLE")(x.clone()), module, x)

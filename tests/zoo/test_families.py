@@ -36,7 +36,7 @@ def test_trains_as_one_graph(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PIECES)
-def test_trains_in_pieces(name: str) -> None:
+def test_trains_with_graph_breaks(name: str) -> None:
     outcome = trained(next(entry for entry in entries() if entry.name == name))
     assert outcome.kind == "pieces"
     assert IN_PIECES[name] in outcome.detail

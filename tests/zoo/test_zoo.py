@@ -115,7 +115,7 @@ def test_the_checks_notice_a_gradient_that_is_wrong(name: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("name", ["bert-classifier", "t5", "resnet", "mlp"])
-def test_the_checks_under_autocast_notice_what_eight_bits_show(name: str) -> None:
+def test_the_checks_under_autocast_detect_errors_of_eight_bits(name: str) -> None:
     """A gradient that is 10 % off (T5's own in eager by up to 5 %); parameters that stay as they were."""
     entry = next(model for model in ZOO if model.name == name)
     Comparison(entry, torch.float32, wrap=lambda module: module, autocast=True).train_narrow(*entry.sizes)

@@ -651,7 +651,7 @@ def tokens(*batches: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", slow_but_every(2, COPIED))
-def test_copies_are_what_tracing_would_give(name: str, copies: list[int], all_traced: Callable[[], None]) -> None:
+def test_copies_equal_traces(name: str, copies: list[int], all_traced: Callable[[], None]) -> None:
     make, count = COPIED[name]
     with_copies = run(make, vectors(3, 4))
     assert copies == [count]

@@ -201,7 +201,7 @@ def test_arguments(kind: str, dtype: torch.dtype) -> None:
     check(lambda m, x: Takes.apply(x, *ARGUMENTS[kind](m, x)), dtype)
 
 
-def test_arguments_are_told_apart_by_type() -> None:
+def test_arguments_are_distinguished_by_type() -> None:
     """True == 1 == 1.0, and equal calls of one capture share their analysis."""
     check(lambda m, x: [Takes.apply(x, a) for a in (True, 1, 1.0, 3, "3", (1,), [1], (True,))])
 
@@ -469,7 +469,7 @@ def test_inputs_are_not_copied_and_parameters_are_themselves() -> None:
     assert torch.equal(module.weight.main_grad, torch.ones(WIDTH))
 
 
-def test_what_is_saved_is_freed_after_backward() -> None:
+def test_saved_tensors_are_freed_after_backward() -> None:
     kept: list[weakref.ref[torch.Tensor]] = []
 
     class Keeps(Function):
@@ -527,7 +527,7 @@ def test_several_forwards_before_backward_and_retained_graphs() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*sides, strict=True))
 
 
-def test_saved_tensors_hooks_see_what_functions_save() -> None:
+def test_saved_tensors_hooks_see_saved_tensors_of_functions() -> None:
     counts = []
     for wrap in (strict, lambda module: module):
         packed: list[torch.Tensor] = []
@@ -789,7 +789,7 @@ class Counting(Function):
 
 
 @every_dtype
-def test_sizes_are_not_fixed_by_what_a_function_does_with_them(dtype: torch.dtype) -> None:
+def test_sizes_are_not_fixed_by_their_use_in_a_function(dtype: torch.dtype) -> None:
     check(lambda m, x: Counting.apply(x) * m.weight, dtype, sizes=(3, 1, 5, 8, 0))
 
 
@@ -1394,7 +1394,7 @@ def test_a_wrong_backward_is_named(kind: str) -> None:
     assert all(word in text for word in words)
 
 
-def test_what_autograd_forgives_is_forgiven() -> None:
+def test_results_that_autograd_accepts_are_accepted() -> None:
     """More Nones than arguments, a broadcast gradient, another dtype."""
     forgiving = failing(lambda ctx, g: (g.double(), g.new_ones(5, *g.shape), None, None, None))
     check(lambda m, x: forgiving.apply(x, m.weight, 2.0), sizes=(3, 5))

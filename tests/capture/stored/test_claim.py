@@ -75,9 +75,7 @@ def test_after_an_error_those_who_wait_capture(tmp_path: Path, other: Any) -> No
     assert seen == [False]
 
 
-def test_nobody_waits_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_waiting_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(claim, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(log, "_logged", set())
     with claimed(tmp_path / ".key.lock"), claimed(tmp_path / ".key.lock") as second:
