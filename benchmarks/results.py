@@ -27,7 +27,7 @@ Quartiles = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Where and when a run took place, and the load of other programs.
+    """The machine and time of a run, and the load of other programs.
 
     Attributes:
         others_cores: the number of cores that other programs kept busy during the timed rounds.

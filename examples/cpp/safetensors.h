@@ -32,7 +32,7 @@ inline File read(const std::string& path) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file) throw std::runtime_error(path + " cannot be read");
   const auto size = static_cast<uint64_t>(file.tellg());
-  const auto damaged = [&path](const char* what) { return std::runtime_error(path + " is no safetensors file: " + what); };
+  const auto damaged = [&path](const char* what) { return std::runtime_error(path + " is not a safetensors file: " + what); };
   uint64_t length = 0;
   file.seekg(0).read(reinterpret_cast<char*>(&length), sizeof length);
   if (!file || size < sizeof length || length > size - sizeof length) throw damaged("its header is cut off");
@@ -47,7 +47,7 @@ inline File read(const std::string& path) {
       continue;
     }
     const uint64_t from = entry.at("data_offsets").at(0), to = entry.at("data_offsets").at(1);
-    if (from > to || to > size - begin) throw damaged("a tensor lies outside");
+    if (from > to || to > size - begin) throw damaged("a tensor is outside the file");
     Tensor tensor{entry.at("dtype"), entry.at("shape"), std::vector<std::byte>(to - from)};
     file.seekg(static_cast<std::streamoff>(begin + from));
     file.read(reinterpret_cast<char*>(tensor.data.data()), static_cast<std::streamsize>(to - from));
@@ -58,7 +58,7 @@ inline File read(const std::string& path) {
 }
 
 // The file appears whole or not at all: it is written beside `path`, then renamed. The widest types go first, so that
-// each tensor lies on a multiple of its width.
+// each tensor is aligned to its width.
 inline void write(const std::string& path, const File& content) {
   nlohmann::json header;
   header["__metadata__"] = content.metadata;

@@ -5,8 +5,8 @@
 //   training.optimizer_step();
 //   training.lazy_reset_grad();
 //
-// Parameters, gradients and moments lie in memory of this class. The graphs read them and update them there: what a
-// graph gives as `X.out` is bound onto the memory of its input `X`.
+// Parameters, gradients and moments are in memory of this class. The graphs read and update them in place: a graph's
+// output `X.out` is bound to the memory of its input `X`.
 
 #pragma once
 
@@ -118,7 +118,7 @@ class Training {
   void save(const std::string& path) const {
     safetensors::File content = state_;
     for (const auto& name : training_.names("trainable")) {
-      if (reset_due_) content.tensors.erase(gradient(name));  // nobody will read them
+      if (reset_due_) content.tensors.erase(gradient(name));  // they will not be read
     }
     auto entry = entry_;
     entry["step"] = steps_;
@@ -136,7 +136,7 @@ class Training {
  private:
   static std::string gradient(const std::string& name) { return "onnxtrain:gradient/" + name; }
 
-  // Where in the checkpoint each input of a graph lies that is not the user's.
+  // The position in the checkpoint of each input of a graph that is not the user's.
   std::map<std::string, std::string> places(const Graph& graph) const {
     std::map<std::string, std::string> found;
     for (const char* kind : {"trainable", "frozen", "buffers"}) {

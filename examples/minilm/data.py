@@ -23,7 +23,7 @@ _MIN_WORDS = 8  # shorter ones are headings, grammar rules and single lines of c
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used."""
 
     def __call__(
         self, text: list[str], *, truncation: bool, max_length: int, padding: bool, return_tensors: str

@@ -42,7 +42,7 @@ class Clock:
 
 
 class Progress(Protocol):
-    """What a run tells its watcher."""
+    """The events that a run reports."""
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -1,4 +1,4 @@
-"""What the demonstration measures, as plain values that the table and the page show."""
+"""The measurements of the demonstration, as plain values that the table and the page show."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, on what and for how long."""
+    """The model, the data and the length of the training."""
 
     quick: bool = False
     seed: int = 0

@@ -436,7 +436,7 @@ def test_training_ops_stay_nodes_with_functions(name: str, tmp_path: Path) -> No
 
 
 def test_names_that_onnxruntime_knows_are_listed() -> None:
-    """Where its kernel would win over our function; the list must hold what this onnxruntime has."""
+    """Its kernel would take precedence over our function: the list must contain all names of this onnxruntime."""
     onnxruntime_names = {s.name for s in onnxruntime_state.get_all_operator_schema() if s.domain == MICROSOFT}
     ours = {name for domain, name in OPS if domain == MICROSOFT}
     assert onnxruntime_names & ours <= KNOWN_TO_ONNXRUNTIME

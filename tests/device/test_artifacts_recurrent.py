@@ -63,7 +63,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class LastStep(nn.Module):
-    """What a GRU says after the last step; its sequences lie along the first axis."""
+    """The output of a GRU after the last step, with time as the first axis."""
 
     def __init__(self) -> None:
         super().__init__()

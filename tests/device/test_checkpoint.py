@@ -105,7 +105,7 @@ HOSTILE = {
     "a property of an unknown type": ENTRY | {"properties": {"p": ["eval", "1"]}},
     "a property of a type that is a list": ENTRY | {"properties": {"p": [[], "1"]}},
     "a property without a value": ENTRY | {"properties": {"p": ["int"]}},
-    "a property that is no number": ENTRY | {"properties": {"p": ["int", "x"]}},
+    "a property that is not a number": ENTRY | {"properties": {"p": ["int", "x"]}},
     "a property of a million digits": ENTRY | {"properties": {"p": ["int", "9" * 10**6]}},
     "properties that are a list": ENTRY | {"properties": []},
     "texts that are none": ENTRY | {"strings": {"w": [1]}},

@@ -168,7 +168,7 @@ HOSTILE = {
     "one offset": crafted({"a": entry([1], [4])}, b"1234"),
     "a further key": crafted({"a": entry([1], [0, 4]) | {"__reduce__": "os.system"}}, b"1234"),
     "an entry that is a text": crafted({"a": "F32"}),
-    "metadata that is no text": crafted({"__metadata__": {"k": 1}}),
+    "metadata that is not text": crafted({"__metadata__": {"k": 1}}),
     "metadata that is a list": crafted({"__metadata__": []}),
     "a wrong checksum": crafted({"__metadata__": {safetensors_file.CHECKSUM: "00000000"}}),
     "a pickle": b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94.",

@@ -69,4 +69,4 @@ def test_cpp_trains_as_python_does(tmp_path: Path) -> None:
     (tmp_path / "cnn" / "untrained.safetensors").write_bytes(b"\xff" * 64)
     ran = run(program, tmp_path / "cnn")
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert "untrained.safetensors is no safetensors file: its header is cut off" in ran.stderr
+    assert "untrained.safetensors is not a safetensors file: its header is cut off" in ran.stderr

@@ -270,7 +270,7 @@ def paths() -> list[str]:
 
 
 def table() -> str:
-    """The table in Markdown: a row for each module, and one for each name that differs or is gone."""
+    """The table in Markdown: a row for each module, and one for each name that differs or was removed."""
     rows = [f"The names are relative to `{TRAINING}`.", "", "| module | names that work as before |", "|---|---|"]
     for module, names in NAMES.items():
         same = [name for name in names.split() if ".".join(filter(None, (module, name))) not in {**DIFFERS, **GONE}]

@@ -19,7 +19,7 @@ from tests.reference import assert_matches
 REQUIRED = inspect.Parameter.empty
 TRAINING = "onnxruntime.training"
 
-# What each module has.
+# The names of each module.
 NAMES = {
     "": "PropagateCastOpsStrategy TrainingParameters is_ortmodule_available amp artifacts optim ORTModule experimental "
     "has_collective_ops is_triton_enabled is_torch_interop_default_on set_seed",
@@ -224,7 +224,7 @@ def test_signatures(path: str) -> None:
     assert list(given)[: len(expected)] == list(expected)
     for name, default in expected.items():
         assert given[name] == default, f"{path}({name}=)"
-    # What came later is by keyword and may be left out.
+    # Later additions are keyword-only and optional.
     for parameter in list(parameters)[len(expected) :]:
         assert parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD) or path.startswith("artifacts")
         assert parameter.kind is parameter.VAR_KEYWORD or parameter.default is not REQUIRED

@@ -154,7 +154,7 @@ def test_equal_graphs_share_one_capture() -> None:
 def test_graphs_that_differ_in_a_constant_are_not_shared() -> None:
     x = torch.randn(3)
     functions = (lambda x: x * 2.0, lambda x: x * 3.0, lambda x: x * 4, lambda x: x * 5, lambda x: x * True)
-    kept = [compiled(function) for function in functions]  # a graph that is gone is shared by none
+    kept = [compiled(function) for function in functions]  # a freed graph is not shared
     for run, function in zip(kept, functions, strict=True):
         assert torch.equal(run(x), function(x))
 

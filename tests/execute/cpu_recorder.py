@@ -38,7 +38,7 @@ class Recorders:
         return [r for program in self.programs for entry in program.entries.values() for r in entry.recordings]
 
     def poison(self) -> None:
-        """Fill the memory of recordings that nobody reads: floating-point elements with NaN, integers with -1."""
+        """Fill the memory of recordings that is no longer read: floating-point elements with NaN, integers with -1."""
         memories = [memory for recording in self.recordings() for memory in recording.memories]
         read = {m.template.untyped_storage().data_ptr() for m in memories if m.is_alive()}
         for recording in self.recordings():

@@ -393,7 +393,7 @@ def test_a_broken_compiler_leaves_the_ordinary_program(
     assert all(call._program.run is call._ordinary for call in calls)
 
 
-# What takes the place of a program
+# The function that replaces a program
 
 
 def linear_call(form: Form, ordinary: Run) -> Run:

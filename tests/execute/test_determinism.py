@@ -87,7 +87,7 @@ ON_GPU: dict[str, Function] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(ON_GPU))
 def test_two_runs_on_a_gpu_give_the_same_bits_or_raise(name: str) -> None:
-    """Where eager raises, the graph raises too, or computes deterministically."""
+    """The graph raises if eager does, or computes deterministically."""
     torch.use_deterministic_algorithms(True)
     try:
         module = Applied(ON_GPU[name]).cuda()

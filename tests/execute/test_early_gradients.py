@@ -314,7 +314,7 @@ def test_a_hook_that_raises_leaves_the_next_step_intact() -> None:
     both(sides(), run)
 
 
-# Where there are no stages
+# Without stages
 
 
 class Double(torch.autograd.Function):

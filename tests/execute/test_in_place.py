@@ -1,4 +1,4 @@
-"""A result overwrites an input only if nobody reads the input afterwards."""
+"""A result overwrites an input only if the input is not read afterwards."""
 
 import copy
 from collections.abc import Callable

@@ -299,7 +299,7 @@ def test_a_wrong_artifact_is_not_used(
 def test_an_error_in_a_later_call_ends_the_use_of_an_artifact(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward runs again, node by node; the arguments of backward are gone."""
+    """Forward runs again, node by node; the arguments of backward were freed."""
     model = trained(monkeypatch)
     compiler.train(model)
     forward, backward = compiler.programs

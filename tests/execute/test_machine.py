@@ -106,7 +106,7 @@ def test_narrow_convolution(name: str, described_machine: Describe) -> None:
 
 @every_machine
 def test_weight_gradient(name: str, described_machine: Describe) -> None:
-    """A convolution takes 3.4 times as long as MKL on an EPYC without AVX-512, where it is no candidate."""
+    """A convolution takes 3.4 times as long as MKL on an EPYC without AVX-512, where it is not a candidate."""
     machine = described_machine(name)
     seconds = weight_gradient_seconds(2048)
     assert ("convolution" in seconds) == has_avx512(machine)

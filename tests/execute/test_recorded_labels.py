@@ -1,4 +1,4 @@
-"""Programs that skip tokens with ignored labels are recorded: few numbers of rows, and no label is left out."""
+"""Programs that skip tokens with ignored labels are recorded: few numbers of rows, and no label is skipped."""
 
 from __future__ import annotations
 

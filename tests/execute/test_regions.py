@@ -560,7 +560,7 @@ class Doubled(torch.autograd.Function):
 
 
 def test_a_backward_with_a_custom_function_is_fused(made_up: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its context is no tensor, and is kept for backward among the tensors."""
+    """Its context is not a tensor, and is kept for backward among the tensors."""
 
     class Gated(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -340,7 +340,7 @@ class _Rounding(TorchDispatchMode):
         return tensor.mul_(1 + torch.finfo(tensor.dtype).eps * signs)
 
 
-# Results that are no rounded number, or an argument's own memory.
+# Results that are not rounded numbers, or share an argument's memory.
 _EXACT = frozenset({
     *(op.default for op in (aten._reshape_alias, aten.lift_fresh, aten.clone, aten.zeros_like, aten.ones_like)),
 })  # fmt: skip

@@ -385,7 +385,7 @@ class Maker:
             self._try(self.rng.choice(OPERATORS[group][1]))
         return self._finished()
 
-    # What statements read
+    # Operands of statements
 
     def operand(self, wanted: str) -> Operand:
         """An earlier value of one of the kinds and ranks, mostly a recent one."""

@@ -568,8 +568,8 @@ def test_an_interrupted_backward_leaves_the_next_step_intact() -> None:
 
 
 INTERNAL_ERRORS = {
-    "NotImplementedError": NotImplementedError("nobody foresaw this"),
-    "GraphError": GraphError("nobody foresaw this", expected="a graph", got="something else"),
+    "NotImplementedError": NotImplementedError("unforeseen"),
+    "GraphError": GraphError("unforeseen", expected="a graph", got="something else"),
 }
 
 
@@ -585,13 +585,13 @@ def test_a_bug_of_our_own_is_reported_and_ends_no_training(
     monkeypatch.setattr(Base, "forward", lambda self, x: self.inner(x), raising=False)
     net = Base()
     model = ORTModule(net)
-    with pytest.warns(UserWarning, match=f"{name}: nobody foresaw this(.|\n)*a bug of onnxtrain: please report"):
+    with pytest.warns(UserWarning, match=f"{name}: unforeseen(.|\n)*a bug of onnxtrain: please report"):
         output = model(torch.ones(2, WIDTH))
     assert torch.equal(output, net.inner(torch.ones(2, WIDTH)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it warns once
         model(torch.ones(2, WIDTH)).sum().backward()
-    with pytest.raises(CompileError if stage.startswith("compile") else CaptureError, match=f"{name}: nobody foresaw"):
+    with pytest.raises(CompileError if stage.startswith("compile") else CaptureError, match=f"{name}: unforeseen"):
         ORTModule(Base(), fallback_policy="FALLBACK_DISABLE")(torch.ones(2, WIDTH))
 
 

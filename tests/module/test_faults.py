@@ -125,7 +125,7 @@ def test_a_module_that_raises_raises_its_own_error_and_works_afterwards() -> Non
     net = Checks()
     ort = ORTModule(net, kernels="pytorch")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it raises in PyTorch too, which is no fallback
+        warnings.simplefilter("error")  # it raises in PyTorch too, which is not a fallback
         with pytest.raises(LookupError, match="not yet"):
             ort(torch.randn(3, 4))
     net.refuses = False

@@ -1,4 +1,4 @@
-"""What scripts see of an ORTModule besides its results: forward's signature, methods, names, string arguments."""
+"""The interface of an ORTModule besides its results: forward's signature, methods, names, string arguments."""
 
 import copy
 import inspect

@@ -30,7 +30,7 @@ CASES: list[OpCase] = [
 ]
 
 
-# Where the body differs from PyTorch at infinities and NaN, and why.
+# Ops whose body differs from PyTorch at infinities and NaN, and the reason.
 _ELU = "the gradient at NaN: NaN in the body, that of the positive branch in PyTorch"
 _SIGN = "the gradient at NaN: the cotangent or its negative in the body, NaN in PyTorch"
 _STATISTICS = "NaN and infinities: statistics of infinities differ between the body and PyTorch's kernel"

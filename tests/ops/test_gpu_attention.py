@@ -140,7 +140,7 @@ def test_backward_drops_the_same_elements_as_forward(ratio: float, monkeypatch: 
 
 @pytest.mark.parametrize("shape", [(7, 9), (7, 1), (2, 1, 1, 9), (2, 1, 7, 16), (1, 4, 7, 9), (2, 4, 1, 1)])
 def test_masks_are_aligned_as_the_kernel_requires(shape: tuple[int, ...]) -> None:
-    """Memory-efficient attention refuses strides that are no multiple of 4 elements, of axes that are longer than 1."""
+    """Memory-efficient attention refuses strides that are not a multiple of 4 elements, for axes longer than 1."""
     q, mask = torch.empty(2, 4, 7, 8), torch.randn(shape).mT.contiguous().mT
     aligned = gpu_kernels._aligned_mask(mask, q, torch.empty(2, 4, mask.size(-1), 8))
     assert aligned is not None

@@ -392,7 +392,7 @@ PREDECESSORS_VARIABLES = """
     ORTMODULE_USE_EFFICIENT_ATTENTION ORTMODULE_USE_FLASH_ATTENTION ORTMODULE_ATEN_SDPA_FALLBACK
     ORTMODULE_JSON_CONFIG_PATH ORTMODULE_TORCH_CPP_DIR ONNXRUNTIME_CUDA_VERSION ONNXRUNTIME_ROCM_VERSION
     ONNXRUNTIME_FORCE_CUDA ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS
-""".split()  # noqa: SIM905  a list of 41 quoted names would be read by nobody
+""".split()  # noqa: SIM905  41 quoted names are hard to read
 
 
 # The test of each option's effect: its file under tests/, and its name.
@@ -547,7 +547,7 @@ class TestSweep:
         for option, (file, name) in EFFECTS.items():
             source = (ROOT / "tests" / file).read_text()
             functions = {n.name: n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
-            assert name in functions, f"the test of {option} is gone"
+            assert name in functions, f"the test of {option} does not exist"
             text = ast.unparse(functions[name])
             assert "assert " in text or "pytest.raises" in text, f"{name} asserts nothing"
             (knob,) = [knob for knob in knobs() if knob.name == option]

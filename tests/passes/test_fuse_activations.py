@@ -23,7 +23,7 @@ Form = Callable[[Norm, Norm, Tensor, Tensor], Tensor]
 
 
 class Formed(nn.Module):
-    """What a form makes of two batch norms and two inputs."""
+    """A form applied to two batch norms and two inputs."""
 
     def __init__(self, form: Form, channels: int = 4) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_a_refusal_says_why() -> None:
 
 
 def test_relu_after_a_checkpoint_stays() -> None:
-    """What the checkpoint gives is kept: relu of it alone is not recomputed."""
+    """The result of the checkpoint is kept: relu of it alone is not recomputed."""
 
     def form(norm: nn.BatchNorm2d, other: Norm, x: Tensor, r: Tensor) -> Tensor:
         def plain(x: Tensor) -> Tensor:  # without running statistics: eager moves them twice, when it computes y again

@@ -191,7 +191,7 @@ def test_a_form_in_other_types(form: str, dtype: torch.dtype) -> None:
 
 
 def _hidden(sizes: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Where a column is hidden; the last row sees nothing."""
+    """A mask with a hidden column; the last row is fully masked."""
     hidden = torch.rand(sizes, generator=generator) < 0.3
     hidden[..., -1, :] = True
     return hidden
@@ -246,7 +246,7 @@ def test_dropout_keeps_the_same_in_forward_and_backward(function: Any) -> None:
 
 @pytest.mark.parametrize("function", [dropped, with_sdpa])
 def test_dropout_keeps_as_much_as_it_should(function: Any) -> None:
-    """On average over draws the result is that without dropout."""
+    """The average over samples is the result without dropout."""
     ours = ORTModule(FunctionModule(function))
     tensors = torch.randn(3, 1, 40, 8).unbind()
     torch.manual_seed(0)
@@ -344,7 +344,7 @@ def test_a_softmax_that_is_no_attention_is_not_mentioned() -> None:
 
 
 def _written_out(entry: ZooModel, left: bool) -> ZooModel:
-    """Where padding is on the left, the first rows of a causal model see nothing at all."""
+    """With padding on the left, the first rows of a causal model are fully masked."""
 
     def make() -> torch.nn.Module:
         model = entry.make()

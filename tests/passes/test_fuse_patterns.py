@@ -158,7 +158,7 @@ def test_a_form_in_float64(form: Any) -> None:
     assert kinds(check_capture(form, *specs, dtype=torch.float64)).count(kind) == 1
 
 
-# What looks like one of them and is not
+# Similar subgraphs that are not fused
 
 
 def over_rows(x, w):

@@ -27,7 +27,7 @@ Pick = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Layer(nn.Module):
-    """What stands after the last attention of an encoder; `pick` takes rows of the result."""
+    """The layers after the last attention of an encoder; `pick` selects rows of the result."""
 
     def __init__(self, pick: Pick, dropout: float = 0.0) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def _bert(kind: type[nn.Module], dropout: float = 0.0) -> nn.Module:
 
 
 class LastToken(nn.Module):
-    """A classifier that reads the last token that is no padding, as those of GPT-2 and Llama do."""
+    """A classifier that reads the last token that is not padding, as those of GPT-2 and Llama do."""
 
     def __init__(self, flat: bool = False) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def _sentences(draw: Draw, batch: int, length: int) -> Call:
 
 
 def test_a_decoders_classifier_equals_eager(tmp_path: Path) -> None:
-    """The last layer's feed-forward for one token of each sequence: the last that is no padding."""
+    """The last layer's feed-forward for one token of each sequence: the last that is not padding."""
 
     def make() -> nn.Module:
         config = transformers.GPT2Config(
@@ -214,7 +214,7 @@ def test_under_rng_torch_dropout_samples_as_eager() -> None:
     check_equals_eager(lambda: Layer(PICKS["first"], dropout=0.5), _floats)
 
 
-# What stops a selection
+# Ops that a selection does not pass
 
 
 class Stopped(nn.Module):

@@ -25,7 +25,7 @@ IGNORED = -100
 MaskOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-# What attention is told of the padding: from hidden states and the mask of tokens
+# Masks of attention, from hidden states and the mask of tokens
 
 
 def bool_mask(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ def test_readers_decide_whether_padding_is_skipped(
 
 
 class FirstOnly(nn.Module):
-    """The first token of each sequence looks at all that its mask shows; it is no key itself."""
+    """The first token of each sequence attends to all tokens that its mask shows; it is not a key itself."""
 
     def __init__(self, mask_of: MaskOf) -> None:
         super().__init__()

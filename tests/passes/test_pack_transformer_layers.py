@@ -148,7 +148,7 @@ def test_hidden_states_that_are_returned_are_zero_in_padding(batch_first: bool, 
     torch.manual_seed(0)
     module = Sentences(batch_first, head="output")
     wrapped = ORTModule(module, skip_padding="always")
-    for form in ("right", "inside"):  # the first runs with padding: it shows that nobody reads padding of the output
+    for form in ("right", "inside"):  # the first runs with padding: it shows that padding of the output is not read
         check(wrapped, module, *batch_of(FORMS[form]))
     words, labels = batch_of(FORMS["left"])
 

@@ -278,7 +278,7 @@ def test_dropout_of_eager_is_refused(kept: list[int | None], tmp_path: Path) -> 
 def test_rows_that_were_picked_already_are_no_padding(
     head: str, by: str, tmp_path: Path, kept: list[int | None]
 ) -> None:
-    """Where no token learns of another, those that are read are picked where words are looked up."""
+    """If tokens do not mix, the tokens that are read are selected at the embedding."""
     wrapped = wrap(Tokens("nothing", head), tmp_path, skip_padding="always")
     wrapped(*batch_of(FORMS["right"]))
     assert applied_by(wrapped, by)

@@ -215,7 +215,7 @@ def test_casts_by_way_of_a_wide_type_to_another_narrow_one_stay() -> None:
 
 
 def moved_in_parts(op: Any, wide: ir.Value) -> ir.Value:
-    """What models do to queries, keys and values: cut, turn, join."""
+    """Split, transpose and concatenate, as models do with queries, keys and values."""
     first, second = split(op, wide, [1, 3], 1)
     turned: ir.Value = op.Transpose(second, perm=[1, 0])
     return concatenated(op, [turned, op.Transpose(first, perm=[1, 0])], 0)

@@ -227,7 +227,7 @@ def test_a_language_model_equals_eager_and_scores_labelled_tokens_only(kind: str
     assert scores[0].startswith("[1,count_")
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

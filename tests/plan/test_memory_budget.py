@@ -265,7 +265,7 @@ def test_checkpointed_regions_are_recomputed(reentrant: bool) -> None:
 
 
 def test_steps_in_flight_do_not_share_memory() -> None:
-    """What one step holds stays as it is while others run in memory that is filled with NaN when it is given out.
+    """The tensors that one step holds are unchanged while others run in memory that is filled with NaN at allocation.
 
     Also for a second backward: what forward kept is not written over in the first.
     """

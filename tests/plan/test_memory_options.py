@@ -20,7 +20,7 @@ from onnxtrain.observe.allocations import peak_bytes, record
 from onnxtrain.options import Options, SubgraphConfig
 from tests.thinned import slow_except
 
-WIDTH = 48  # a product is no cheap node
+WIDTH = 48  # a matmul is not a cheap node
 
 
 class Block(nn.Module):

@@ -152,7 +152,7 @@ def gradients_of(model: nn.Module, words: torch.Tensor, labels: torch.Tensor) ->
 
 
 def test_labels_that_the_host_knows_are_not_counted_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels that were changed on the device since are counted there: none is left out."""
+    """Labels that were changed on the device since are counted there: none is skipped."""
     torch.manual_seed(0)
     monkeypatch.setattr(streams, "DEVICES", frozenset({"cpu"}))
     eager, words = Masked(), torch.randint(11, (3, 5))

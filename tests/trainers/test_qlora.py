@@ -157,7 +157,7 @@ def test_second_order_runs_in_pytorch() -> None:
     )
 
 
-# What is missing
+# Missing parts
 
 
 def lose(path: str) -> Callable[[Any], None]:
@@ -190,7 +190,7 @@ def test_missing_state_is_named() -> None:
 
 
 def test_state_is_found_in_the_layer() -> None:
-    """Where bitsandbytes itself looks for it, after FSDP has exchanged the parameter."""
+    """The state is where bitsandbytes looks for it after FSDP has exchanged the parameter."""
     module = adapted()
     eager = copy.deepcopy(module)
     module.base.weight.quant_state = None

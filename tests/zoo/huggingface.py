@@ -183,7 +183,7 @@ def _images(draw: Draw, batch: int, length: int) -> Call:
 def _with_logits(output: Any) -> torch.Tensor:
     """Two outputs have a gradient, and at length 1, where no next word is left to predict, the logits still have one.
 
-    The model's own loss is NaN there, in eager too: it is left out by its value.
+    The model's own loss is NaN there, in eager too: it is skipped by its value.
     """
     loss = own_loss(output)
     return torch.where(loss.isnan(), 0.0, loss) + 0.01 * wide(output.logits).logsumexp(-1).square().mean()

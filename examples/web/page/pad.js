@@ -15,7 +15,7 @@ export class Pad {
     canvas.addEventListener("pointerdown", (event) => this.start(event));
     canvas.addEventListener("pointermove", (event) => this.move(event));
     for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, (event) => this.stop(event));
-    // A stroke is no gesture: Chromium would take it for the begin of a fling, and the next tap for its end.
+    // A stroke is not a gesture: Chromium would take it for the start of a fling, and the next tap for its end.
     canvas.addEventListener("touchstart", (event) => event.preventDefault(), { passive: false });
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("blur", () => this.liftPen());

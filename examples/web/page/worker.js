@@ -35,7 +35,7 @@ const actions = {
   async open({ backend }) {
     const ort = await import(RUNTIMES[backend]);
     ort.env.wasm.wasmPaths = new URL("./ort/", import.meta.url).href;
-    ort.env.wasm.numThreads = 1; // such a small model is no faster with more
+    ort.env.wasm.numThreads = 1; // such a small model is not faster with more
     const files = {};
     for (const [kind, name] of Object.entries(ARTIFACTS)) files[kind] = new Uint8Array(await fetched(name));
     checkpoint ??= await fetched("checkpoint.safetensors");
