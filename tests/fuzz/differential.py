@@ -39,6 +39,11 @@ DOCUMENTED = (
         r"no_grad|detach|\.data\b|\.view\(torch\.|[dD]ropout",  # without gradients, dropout gives its argument itself
         "in place where autograd does not see it",
     ),
+    (
+        "is a view and its base or another view of its base has been modified inplace",
+        r"(split|chunk|unbind)[\s\S]*\.data\b",
+        "one output of split, chunk or unbind is changed through .data",
+    ),
     ("changes a parameter", r"\.data\b|no_grad|detach|\.view\(torch\.", "a parameter is changed"),
     ("branches in Python on tensor values", "gaussian_nll_loss", "F.gaussian_nll_loss decides by elements in Python"),
     ("PendingUnbackedSymbolNotFound", "torch.combinations", "torch.combinations"),
