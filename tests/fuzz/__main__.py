@@ -56,6 +56,7 @@ class _Run:
         self.counts: collections.Counter[str] = collections.Counter()
         self.reasons: collections.Counter[str] = collections.Counter()
         self.findings: dict[str, list[Case]] = {}
+        self.unstable: list[int] = []
         self.start = time.monotonic()
 
     def programs(self) -> None:
@@ -72,6 +73,8 @@ class _Run:
                 self.counts[case.verdict.kind] += 1
                 if case.verdict.kind in ("refused", "discarded"):
                     self.reasons[f"{case.verdict.signature}"] += 1
+                if case.verdict.kind == "unstable":
+                    self.unstable.append(case.program.seed)
                 if case.verdict.is_finding:
                     self._note(case, smaller)
                 if time.monotonic() - said > 60:
@@ -103,6 +106,8 @@ class _Run:
         _say(f"\n{self._counted()}; {took:.0f} s, PyTorch {torch.__version__}, seeds from {self.options.seed}")
         for reason, count in self.reasons.most_common(40):
             _say(f"{count:>6}  {reason}")
+        if self.unstable:
+            _say(f"unstable: seeds {', '.join(map(str, self.unstable))}")
         for signature, cases in sorted(self.findings.items(), key=lambda item: -len(item[1])):
             _say(f"{len(cases):>6}  {signature}\n        seeds {', '.join(str(c.program.seed) for c in cases[:8])}")
 

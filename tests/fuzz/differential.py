@@ -260,7 +260,9 @@ class Sides:
         inputs = self.program.call(step)
         moved = _noisy({str(i): t.detach() for i, t in enumerate(inputs)}, noise)
         return [
-            (t.to(dtype) if dtype is not None and t.is_floating_point() else t).detach().requires_grad_(i.requires_grad)
+            t.to(dtype if dtype is not None and t.is_floating_point() else i.dtype)
+            .detach()
+            .requires_grad_(i.requires_grad)
             for t, i in zip(moved.values(), inputs, strict=True)
         ]
 
@@ -364,15 +366,20 @@ def _distance(a: Any, b: Any) -> float:
 
 
 def _noisy(tensors: Mapping[str, torch.Tensor], noise: int | None) -> dict[str, torch.Tensor]:
+    """Perturb floating-point tensors by some rounding errors of their dtype; float32 becomes float64, to hold them."""
     if noise is None:
         return dict(tensors)
     generator = torch.Generator().manual_seed(noise)
     return {
-        name: t * (1 + 4 * torch.finfo(t.dtype).eps * torch.randn(t.shape, generator=generator).to(t.dtype))
+        name: _wider(t) * (1 + 4 * torch.finfo(t.dtype).eps * torch.randn(t.shape, generator=generator).to(_wider(t)))
         if t.is_floating_point()
         else t
-        for name, t in ((n, t.double() if t.dtype == torch.float32 else t) for n, t in tensors.items())
+        for name, t in tensors.items()
     }
+
+
+def _wider(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
 def _step(

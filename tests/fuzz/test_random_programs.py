@@ -53,6 +53,16 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge(case, Configuration()).kind == "wrong"
 
 
+def test_perturbed_results_have_eagers_dtype_and_are_near() -> None:
+    """A program with a parameter, which takes no float64 inputs; nothing else tells unstable from wrong."""
+    scaled = replace(program("v0 = x0 * 2", "v1 = F.linear(v0, self.p0)"), parameters=(Tensor("self.p0", ((2, 4),)),))
+    sides = differential.Sides(scaled, Configuration())
+    eager, exact = sides.eager(), sides.exact()
+    for near, still in ((sides.moved(0), eager), (sides.exact(0), exact)):
+        assert near[0]["output 0"].dtype == still[0]["output 0"].dtype
+        assert 1e-8 < differential._distance(near[0]["output 0"], still[0]["output 0"]) < 1e-4
+
+
 def test_float64_has_eagers_inputs() -> None:
     """From 16 elements on, PyTorch samples other values in float64; the bound would be as large as the results."""
     wide = replace(program("v0 = x0 * 2", "v1 = v0 + 1"), inputs=(Tensor("x0", ((9, 7),), trained=True),))

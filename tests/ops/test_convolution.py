@@ -113,3 +113,8 @@ def test_asymmetric_padding_raises():
 def test_convolution_without_input_channels_stays_an_aten_node():
     """PyTorch then returns no output channels, whatever the weight's shape is."""
     check_capture(F.conv1d, Spec("n 0 h"), Spec("3 0 1"), aten=True, sizes=({"n": 3, "h": 6}, {"n": 2, "h": 9}))
+
+
+def test_an_input_without_elements_may_have_another_dtype_than_the_weight():
+    x = torch.ones(0, 4, 6, dtype=torch.float64)
+    check_module(nn.Conv1d(4, 6, 3), [x], exact=True, aten=True)

@@ -145,8 +145,17 @@ def _through_detach(net: Net, hidden: torch.Tensor) -> torch.Tensor:
     return hidden * net.average.add(1)
 
 
+def _through_integers(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+    bits = torch.int32 if hidden.dtype == torch.float32 else torch.int64
+    seen = hidden.view(bits).view(hidden.dtype)
+    seen.zero_()
+    return hidden * net.average.add(1) + seen
+
+
 @pytest.mark.parametrize(
-    "change_after", [_doubled, _zeroed_columns, _through_detach], ids=lambda f: f.__name__.strip("_")
+    "change_after",
+    [_doubled, _zeroed_columns, _through_detach, _through_integers],
+    ids=lambda f: f.__name__.strip("_"),
 )
 def test_a_value_changed_where_autograd_does_not_look_keeps_its_gradient(
     change_after: Callable[[Net, torch.Tensor], torch.Tensor],

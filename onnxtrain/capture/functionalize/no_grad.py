@@ -167,7 +167,8 @@ class _Detacher:
         grad, storages = is_grad_enabled(node), storages_of(node)
         viewed = [a for a in node.all_input_nodes if not storages.isdisjoint(storages_of(a))]
         if viewed:
-            if node.target is _DETACH or any(a in self._detached for a in viewed):
+            loses_gradient = not _can_have_gradient(node) and self._may_have_gradient(node)  # view(torch.int32)
+            if node.target is _DETACH or loses_gradient or any(a in self._detached for a in viewed):
                 self._detached.add(node)
             elif not grad and _is_tensor(node) and self._may_have_gradient(node):
                 self._detached.update((node, _insert_after(node, _DETACH)))

@@ -105,6 +105,8 @@ def _convolve(
         raise TypeError(f"expected a constant number of groups, got the symbolic size {groups}")
     if 0 in sizes.dims_of(weight)[:2]:  # without channels, the shapes of PyTorch's and ONNX's results differ
         return NotImplemented
+    if dtype_of(x) != dtype_of(weight):  # which PyTorch accepts if x has no elements
+        return NotImplemented
     count = rank_of(weight) - 2
     attributes = {
         "strides": ints_per_axis(stride, count),
