@@ -1,1 +1,1 @@
-"""Runs the parts of a plan: as generated Python on torch, or on a stock onnxruntime."""
+"""Run the parts of a plan: as generated Python on torch, or on a stock onnxruntime."""

@@ -126,7 +126,7 @@ class StagedRun:
 
 
 class GroupedBoundary:
-    """Runs units of one capture so that autograd sees groups of their inputs apart.
+    """Runs units of one capture so that autograd sees groups of their inputs as separate nodes.
 
     Args:
         groups: the inputs whose gradients each stage of backward returns, in the order of backward; two or more.

@@ -1,4 +1,4 @@
-"""Batches whose integers and booleans the host still knows after it copied them to a device.
+"""Keep the integers and booleans of a batch on the host after copying the batch to a device.
 
     batch on the host ─to_device─▶ batch on the device       copies that the host does not wait for
                       └──────────▶ its values on the host    looked up by the tensor, until it is changed

@@ -8,9 +8,9 @@ that attention shows to them. The packed program is equivalent if
 * no row that is read is fully masked, unless its attention output is 0,
 * padding is on the right only where a table of biases is added to scores: the kept tokens' positions stay the same.
 
-The check runs on the host. It waits for nothing if the batch was copied to the GPU by `to_device`. Else its integers
-and booleans are copied over at once, and the step waits for nothing else: the host knows the number of rows before it
-launches any kernel of the step or replays a recording.
+The check runs on the host. It waits for nothing if the batch was copied to the GPU by `to_device`. Otherwise its
+integers and booleans are copied to the host in one transfer, and the step waits for nothing else: the host knows the
+number of rows before it launches any kernel of the step or replays a recording.
 
 If programs are recorded (`cuda_graphs`), the number of rows is rounded up, to need few recordings. Dead rows of the
 batch fill them up; their gradients are 0.

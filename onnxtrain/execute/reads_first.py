@@ -2,9 +2,9 @@
 
     labels ──reads──> rows with a label ──fill──> few numbers of rows ──rest, recorded──> results
 
-A recording is for exact sizes, and no two batches have the same number of labels. So rows without a label, which the
-loss ignores, follow the others, up to a number of rows for which there is a recording. That number is chosen for each
-batch, from its number of labels: no label is left out.
+A recording is for exact sizes, and no two batches have the same number of labels. Rows without a label, which the
+loss ignores, are therefore added, up to a number of rows for which there is a recording. That number is chosen for each
+batch from its number of labels, so that no label is skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Let forward take the operators of eager PyTorch where it takes others in a model for another runtime.
+"""Let forward use the operators of eager PyTorch where it would use others for another runtime.
 
 The gated delta nets of transformers solve a triangular system by one operator. In an exported model they loop over the
 64 rows of a chunk instead, because other runtimes lack the operator: 500 nodes a layer, in every step.

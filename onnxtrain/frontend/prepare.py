@@ -149,7 +149,7 @@ def _choose_regional(
 
 
 class _AutoForward(RegionForward):
-    """A whole model's forward under regional="auto". It gives way to the model's blocks if they turn out better."""
+    """A whole model's forward under regional="auto". Graphs of the blocks replace it if they turn out better."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Turn the repeated blocks of a graph into model-local functions, so that a person can read the file.
+"""Turn the repeated blocks of a graph into model-local functions, which makes the file readable.
 
     the 20 nodes of encoder.layer.0, of encoder.layer.1, …   ──>   encoder_layer(x, mask, weights of layer 0), …
 

@@ -1,4 +1,4 @@
-"""Split what an attention adds to its scores into a mask, which hides columns, and a bias table.
+"""Split the terms that an attention adds to its scores into a mask, which hides columns, and a bias table.
 
     Where(visible, bias[1, h, s, s], lowest)    mask `visible`, table bias[h, s, s]
     Add(bias[1, h, s, s], mask[b, 1, 1, s])     visible where mask is 0, table bias[h, s, s]
@@ -51,7 +51,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class MaskAndTable:
-    """The two parts of what an attention adds to its scores.
+    """The mask and the bias table of an attention's scores.
 
     Attributes:
         mask: boolean or additive, computed from integer and boolean inputs; None without a mask.

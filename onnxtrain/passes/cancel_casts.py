@@ -10,8 +10,7 @@
     after    Cast(Concat(a, b), float32)
 
 Autocast leaves such casts. Rounding does not change, forward or backward: the ops in between only move elements, each
-at most once (`moved_inputs`), and the wide tensors have no other users, so that their gradients are not
-sums.
+at most once (`moved_inputs`), and the wide tensors have no other users, so that their gradients are not sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which input rows an op needs to compute selected rows of its output, derived from its axis map.
+"""Determine which input rows an op needs for selected rows of its output, from its axis map.
 
     rows along axis 1 of LayerNormalization(x[b, s, h])      need the same rows along axis 1 of x
     rows of Reshape(x[b, s, h]) -> [b*s, h]                  need the same rows of x along the axes (0, 1) combined

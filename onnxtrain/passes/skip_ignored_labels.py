@@ -8,8 +8,8 @@ above all the vocabulary projection, run on their rows only. Sum and mean, class
 same results: an ignored row adds 0 to the loss and to the mean's denominator. Without any label the mean is NaN as
 before.
 
-Logits that the model shifts, `logits[:, :-1]`, are not sliced any more; the tokens that were cut off get an ignored
-label instead. So the rows of the logits are those of the tokens.
+Logits that the model shifts, `logits[:, :-1]`, are not sliced; the tokens that the slice removed get an ignored
+label instead. The logits then have a row for each token.
 
 Refused if logits or log-probabilities have other users (a module output), and if no matmul would be saved.
 """

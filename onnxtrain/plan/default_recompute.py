@@ -3,8 +3,8 @@
     gate, up ─GatedActivation─> p ─Linear─> …           kept: gate, up, p
                                                         after: gate, up; backward recomputes p
 
-Such a value is a function of values that are kept anyway, by ops that do little work per element. So no other value is
-kept in its place. Sizes are those of the first call.
+Such a value is a function of values that are kept anyway, by ops that do little work per element. No other value is
+then kept in its place. Sizes are those of the first call.
 """
 
 from __future__ import annotations

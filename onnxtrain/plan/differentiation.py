@@ -26,7 +26,7 @@ Flags = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class Differentiation:
-    """How a forward graph is differentiated.
+    """A forward graph with the arguments of its differentiation.
 
     Attributes:
         forward: the graph; not modified. Its outputs are `results` results, then the new values of the mutated inputs.

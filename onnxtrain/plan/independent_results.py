@@ -1,4 +1,4 @@
-"""Groups results whose gradients read nothing in common: each group has a backward of its own, as in eager.
+"""Group results whose gradients have no saved value in common: each group has its own backward, as in eager.
 
 a, b = model(x); a.sum().backward(); b.sum().backward()     allowed where a and b share no node that keeps tensors
 """

@@ -48,7 +48,7 @@ class Phase(Enum):
 
 
 class Step(NamedTuple):
-    """One thing that the host does, in order."""
+    """One action of the host, in order."""
 
     node: ir.Node
     phase: Phase
@@ -100,7 +100,7 @@ def number_part(part: Part, node: ir.Node) -> Part | None:
 
 
 class ReadsApart(NamedTuple):
-    """A part, cut behind its early reads.
+    """A part, cut after its early reads.
 
     Attributes:
         reads: what computes the early reads, from integers of the part's inputs; its outputs are what `rest` takes
@@ -115,7 +115,7 @@ class ReadsApart(NamedTuple):
 
 
 def reads_apart(part: Part) -> ReadsApart | None:
-    """Cut a part behind its early reads, so that no size of the rest depends on data.
+    """Cut a part after its early reads, so that no size of the rest depends on data.
 
     None: it has no early reads, or one that does not depend on integers of its inputs alone, or without a `fill`.
     """

@@ -1,7 +1,7 @@
 """Find Python side effects of forward, which a graph would not repeat.
 
 torch.export undoes assignments to a module's attributes, so state is compared as soon as forward has run, and restored
-before the export goes on.
+before the export continues.
 
 * Some forwards assign to attributes in the first call only (`if self.config.problem_type is None: …`). The values are
   assigned, as the user's call would have done, and the module is captured again. If the second graph is the same, the
@@ -58,7 +58,7 @@ class AssignmentError(SideEffectError):
 
 
 class FirstCallError(SideEffectError):
-    """Forward changes the module so that later calls are another graph. This call runs in PyTorch."""
+    """Forward changes the module so that later calls need another graph. This call runs in PyTorch."""
 
 
 @dataclass(frozen=True)

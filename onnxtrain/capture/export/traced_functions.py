@@ -1,4 +1,4 @@
-"""Replace functions of PyTorch that its tracing records otherwise than eager PyTorch runs them."""
+"""Replace functions of PyTorch that are traced differently from how eager PyTorch runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which exported graphs are functional already, so that they can be converted as they are."""
+"""Decide whether an exported graph is functional already, and can be converted as it is."""
 
 from __future__ import annotations
 

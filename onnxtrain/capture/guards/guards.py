@@ -7,11 +7,11 @@ There are three kinds of conditions on sizes:
   same graph at other answers; its decisions are then adopted as an alternative.
 * Assumptions of PyTorch's own shape arithmetic: every size is at least 2, a size is not 5, a size is at most 64. They
   are *soft*: PyTorch only chooses between equivalent computations by them, so the graph is valid at other sizes as
-  well, if each node has the shape there that the graph says. If a soft condition fails, that is tried on fake tensors,
-  once for each combination of sizes.
+  well, if each node has the shape there that the graph says. If a soft condition fails, the graph is checked on fake
+  tensors, once for each combination of sizes.
 
 Decisions on tensor values (`element_decisions`) are checked after the sizes. An assumption on a data-dependent size (of
-`x[mask]`) cannot be a guard, because no call tells it: such a graph is refused.
+`x[mask]`) cannot be a guard, because its value is unknown before the call runs: such a graph is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One process of several makes a capture; the others wait and load it from disk.
+"""Let one of several processes make a capture, while the others wait and load it from disk.
 
 Ranks on one machine need the same captures at the same time. Without a claim each of them would make all of them.
 """

@@ -1,7 +1,7 @@
 """Operators that stand for functions of kernels in a trace (`execute/inductor_program`).
 
-Such a function chooses its kernel by what it is called with: strides, enabled backends, elements. A trace of it would
-keep the choice for one call. Its operator is one node of the trace, and runs the function.
+Such a function chooses its kernel in each call by strides, enabled backends and elements. A trace of it would fix the
+choice of one call. Its operator is one node of the trace, and runs the function.
 """
 
 from __future__ import annotations
