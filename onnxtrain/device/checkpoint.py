@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from onnxtrain.device import predecessor_checkpoint, safetensors_file
+from onnxtrain.device import ort_training_checkpoint, safetensors_file
 from onnxtrain.device.checkpoint_data import Checkpoint, Property, corrupt_file_error
 from onnxtrain.device.values import Array, dtype_named, is_text
 from onnxtrain.errors import CheckpointError
@@ -71,8 +71,8 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             problem, str(path), "one file", "a folder", "Save it again with onnxruntime-training 1.19."
         )
     with open(path, "rb") as file:
-        if predecessor_checkpoint.recognizes(file.read(8)):
-            return predecessor_checkpoint.read(path)
+        if ort_training_checkpoint.recognizes(file.read(8)):
+            return ort_training_checkpoint.read(path)
     tensors, metadata = safetensors_file.read(path)
     if ENTRY not in metadata:
         problem = "The safetensors file is not a training checkpoint."

@@ -14,7 +14,7 @@ from onnxruntime import OrtValue
 
 from onnxtrain.device.checkpoint_state import CheckpointState
 from onnxtrain.device.inference_export import export_for_inferencing
-from onnxtrain.device.predecessor import convert_graph, convert_optimizer
+from onnxtrain.device.ort_training_files import convert_graph, convert_optimizer
 from onnxtrain.device.sessions import Buffer, Device, Graph
 from onnxtrain.device.values import Array, copied_to_ort, dtype_name, to_numpy
 from onnxtrain.errors import TrainingError

@@ -1,4 +1,4 @@
-"""What `onnxruntime.training.onnxblock.base` and `empty_base` return: the model behind an accessor."""
+"""The result of `onnxruntime.training.onnxblock.base` and `empty_base`: the model behind an accessor."""
 
 from __future__ import annotations
 

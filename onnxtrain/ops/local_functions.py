@@ -3,7 +3,7 @@
     GeluGrad(dy, x)  ->  GeluGrad(dy, x)    and    function GeluGrad(dy, x) -> dx { Mul, Erf, Exp, ... }
 
 A body depends on ranks, element types, attributes and the presence of optional inputs. Each such case is a separate
-function: all have the op's name, the first has no overload, the others "1", "2", ... Sizes are no part of a case: a
+function: all have the op's name, the first has no overload, the others "1", "2", ... Sizes are not part of a case: a
 function computes those that it needs from its inputs. Only if a body needs the value of a size, or is written for the
 sizes of an input (`static_shape_inputs`), there is one function for each of these.
 

@@ -15,7 +15,7 @@ from onnxtrain.api import CheckpointState, LinearLRScheduler, Module, Optimizer
 from onnxtrain.device import inference_export
 from onnxtrain.device.values import to_numpy
 from onnxtrain.errors import CheckpointError, OnnxTrainError, TrainingError
-from tests.device import predecessor_files
+from tests.device import ort_training_files
 from tests.device.small_artifacts import SHAPES, TRAINABLE, batch, fresh, gradients, trained, write_artifacts
 from tests.reference import assert_matches_float64
 
@@ -215,7 +215,7 @@ def test_parameters_are_named_in_alphabetical_order(training: Training) -> None:
 
 
 def test_parameters_can_be_set_before_there_is_a_module(folder: Path) -> None:
-    """The predecessor's process died of it."""
+    """ONNX Runtime Training's process died of it."""
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
     assert state.parameters["bias"].grad is None
     state.parameters["bias"] = np.float32([1, 2, 3])
@@ -331,9 +331,9 @@ def test_a_nominal_state_is_filled_first(folder: Path) -> None:
     save()
 
 
-def test_the_predecessors_nominal_file_takes_its_shapes_from_the_graph(tmp_path: Path) -> None:
+def test_ort_trainings_nominal_file_takes_its_shapes_from_the_graph(tmp_path: Path) -> None:
     folder = write_artifacts(tmp_path)
-    renamed = predecessor_files.NOMINAL.replace(b"fc.weight", b"weight\0\0\0").replace(b"fc.bias", b"bias\0\0\0")
+    renamed = ort_training_files.NOMINAL.replace(b"fc.weight", b"weight\0\0\0").replace(b"fc.bias", b"bias\0\0\0")
     (folder / "old").write_bytes(renamed)
     state = CheckpointState.load_checkpoint(folder / "old")
     with pytest.raises(CheckpointError, match="lacks parameters"):
@@ -505,7 +505,7 @@ def test_invalid_exports_are_refused(folder: Path, training: Training) -> None:
 
 
 def test_a_call_in_eval_mode_without_an_eval_graph_is_an_error(folder: Path) -> None:
-    """The predecessor's process died of it."""
+    """ONNX Runtime Training's process died of it."""
     module = Module(folder / "training_model.onnx", CheckpointState.load_checkpoint(folder / "checkpoint")).eval()
     for use in (lambda: module(*batch(1)), module.input_names):
         with pytest.raises(TrainingError, match="no eval graph"):
@@ -644,7 +644,7 @@ def test_two_states_do_not_disturb_each_other(folder: Path) -> None:
     assert pairs == [(loss, loss) for loss in expected]
 
 
-def test_errors_are_those_that_the_predecessors_users_catch() -> None:
+def test_errors_are_those_that_ort_trainings_users_catch() -> None:
     assert issubclass(TrainingError, RuntimeError)
     assert issubclass(CheckpointError, RuntimeError)
     assert issubclass(TrainingError, OnnxTrainError)

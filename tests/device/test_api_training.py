@@ -16,7 +16,7 @@ from torch import nn
 from onnxtrain.api import CheckpointState, LinearLRScheduler, Module, Optimizer
 from onnxtrain.artifacts import LossType, OptimType, generate_artifacts
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.device import predecessor_files
+from tests.device import ort_training_files
 from tests.reference import assert_matches
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +179,7 @@ print(megabytes() - before)
 
 
 class Predecessor:
-    """The model, data and losses of tests/device/predecessor_files.py, with artifacts of our own."""
+    """The model, data and losses of tests/device/ort_training_files.py, with artifacts of our own."""
 
     losses = torch.tensor([28.400642, 28.338688, 28.276852, 28.215122, 28.153502])  # that 1.19.2 printed in five steps
 
@@ -216,7 +216,7 @@ class Predecessor:
 
     def check(self, losses: list[float], after: int = 0) -> None:
         """Compare losses with those of 1.19.2 after some steps; its error against float64 is eager's."""
-        exact = torch.tensor(predecessor_files.in_float64(5).losses, dtype=torch.float64)
+        exact = torch.tensor(ort_training_files.in_float64(5).losses, dtype=torch.float64)
         assert_no_worse_than_eager("losses", torch.tensor(losses), self.losses[after:], exact[after:])
 
     def steps(self, module: Module, optimizer: Optimizer, count: int) -> list[float]:
@@ -231,15 +231,15 @@ class Predecessor:
 def test_a_training_of_onnxruntime_training_is_resumed(tmp_path: Path) -> None:
     """With our graphs, from its first, its half-way and its nominal checkpoint, to the losses that it had itself."""
     old = Predecessor(tmp_path)
-    _, module, optimizer = old.load(predecessor_files.INITIAL)
+    _, module, optimizer = old.load(ort_training_files.INITIAL)
     old.check(old.steps(module, optimizer, 5))
 
-    state, module, optimizer = old.load(predecessor_files.WITH_OPTIMIZER)
+    state, module, optimizer = old.load(ort_training_files.WITH_OPTIMIZER)
     assert optimizer.step_count == 3
     old.check(old.steps(module, optimizer, 2), after=3)
     assert dict(state.properties)["epoch"] == 7
 
-    _, module, optimizer = old.load(predecessor_files.NOMINAL)
+    _, module, optimizer = old.load(ort_training_files.NOMINAL)
     buffer = np.concatenate([value.reshape(-1) for value in old.values.values()])
     module.copy_buffer_to_parameters(buffer, trainable_only=False)
     old.check(old.steps(module, optimizer, 5))

@@ -185,7 +185,7 @@ def test_optimizers(
     assert_matches(losses, train_torch, make("mlp"), F.cross_entropy, data, make_optimizer, clip, name="losses")
 
 
-def test_adamw_of_the_predecessor(tmp_path: Path) -> None:
+def test_adamw_of_ort_training(tmp_path: Path) -> None:
     """Eps outside the correction of bias, decay after the update: transformers' AdamW, written out."""
     data = batches("mlp", 5)
     block = AdamW(weight_decay=0.1, eps=1e-3)

@@ -11,7 +11,7 @@ import pytest
 
 from onnxtrain.device import checkpoint, safetensors_file
 from onnxtrain.errors import CheckpointError
-from tests.device import predecessor_files
+from tests.device import ort_training_files
 from tests.device.small_artifacts import TRAINABLE, fresh
 from tests.reference import assert_matches_float64
 
@@ -144,7 +144,7 @@ def test_files_that_are_not_checkpoints_are_refused(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "missing")
 
 
-# The predecessor's files.
+# ONNX Runtime Training's files.
 
 
 def _read(tmp_path: Path, content: bytes) -> checkpoint.Checkpoint:
@@ -152,9 +152,9 @@ def _read(tmp_path: Path, content: bytes) -> checkpoint.Checkpoint:
     return checkpoint.load(tmp_path / "file")
 
 
-def test_the_predecessors_parameters_are_read(tmp_path: Path) -> None:
+def test_ort_trainings_parameters_are_read(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    read = _read(tmp_path, predecessor_files.INITIAL)
+    read = _read(tmp_path, ort_training_files.INITIAL)
     np.testing.assert_array_equal(read.parameters["fc.weight"], rng.standard_normal((3, 4)).astype(np.float32))
     np.testing.assert_array_equal(read.parameters["fc.bias"], rng.standard_normal(3).astype(np.float32))
     np.testing.assert_array_equal(read.parameters["scale"], np.float32([2, 3, 4]))
@@ -162,33 +162,33 @@ def test_the_predecessors_parameters_are_read(tmp_path: Path) -> None:
     assert (read.step, read.optimizer, read.properties, read.nominal) == (0, {}, {}, False)
 
 
-def test_the_predecessors_moments_are_those_of_its_three_steps(tmp_path: Path) -> None:
+def test_ort_trainings_moments_are_those_of_its_three_steps(tmp_path: Path) -> None:
     """Both moments, recomputed from the gradients in float64: so they are not mixed up."""
-    exact = predecessor_files.in_float64(3)
-    read = _read(tmp_path, predecessor_files.WITH_OPTIMIZER)
+    exact = ort_training_files.in_float64(3)
+    read = _read(tmp_path, ort_training_files.WITH_OPTIMIZER)
     assert read.step == 3
     assert_matches_float64(read.optimizer["first_order_moment"], exact.first_order_moment, "first moment")
     assert_matches_float64(read.optimizer["second_order_moment"], exact.second_order_moment, "second moment")
     assert_matches_float64({name: read.parameters[name] for name in exact.parameters}, exact.parameters, "parameter")
 
 
-def test_the_predecessors_properties_are_read(tmp_path: Path) -> None:
-    for content in (predecessor_files.PARAMETERS, predecessor_files.WITH_OPTIMIZER):
+def test_ort_trainings_properties_are_read(tmp_path: Path) -> None:
+    for content in (ort_training_files.PARAMETERS, ort_training_files.WITH_OPTIMIZER):
         properties = _read(tmp_path, content).properties
         assert properties == {"epoch": 7, "best": 0.25, "note": "hé", "big": 2**40, "neg": -2}
 
 
-def test_the_predecessors_nominal_file_names_its_parameters(tmp_path: Path) -> None:
-    read = _read(tmp_path, predecessor_files.NOMINAL)
+def test_ort_trainings_nominal_file_names_its_parameters(tmp_path: Path) -> None:
+    read = _read(tmp_path, ort_training_files.NOMINAL)
     assert read.nominal
     assert read.parameters.keys() == {"fc.weight", "fc.bias", "scale"}
     assert read.trainable == {"fc.weight", "fc.bias"}
 
 
-def test_the_predecessors_second_file_must_be_there_and_whole(tmp_path: Path) -> None:
+def test_ort_trainings_second_file_must_be_there_and_whole(tmp_path: Path) -> None:
     data = tmp_path / "file.data"
     with pytest.raises(FileNotFoundError):
-        _read(tmp_path, predecessor_files.EXTERNAL)
+        _read(tmp_path, ort_training_files.EXTERNAL)
     data.write_bytes(b"short")
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoint.load(tmp_path / "file")
@@ -196,13 +196,13 @@ def test_the_predecessors_second_file_must_be_there_and_whole(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.large(gb=8)
-def test_the_predecessors_second_file_is_read(tmp_path: Path) -> None:
+def test_ort_trainings_second_file_is_read(tmp_path: Path) -> None:
     """1.9 GB that are holes but for the last number of each tensor."""
     with open(tmp_path / "file.data", "wb") as file:
         for index in range(1, 4):
             file.seek(index * 640_000_000 - 4)
             file.write(np.float32(index).tobytes())
-    read = _read(tmp_path, predecessor_files.EXTERNAL)
+    read = _read(tmp_path, ort_training_files.EXTERNAL)
     np.testing.assert_array_equal(read.parameters["small"], np.arange(5, dtype=np.float32))
     np.testing.assert_array_equal(read.parameters["tail"], np.arange(7))
     for index in range(3):
@@ -211,7 +211,7 @@ def test_the_predecessors_second_file_is_read(tmp_path: Path) -> None:
         assert (array[0], array[-1]) == (0, index + 1)
 
 
-def test_a_small_file_of_the_predecessor_does_not_become_a_large_model(tmp_path: Path) -> None:
+def test_a_small_file_of_ort_training_does_not_become_a_large_model(tmp_path: Path) -> None:
     """Two thousand tensors that share the same 100 kB."""
     builder = flatbuffers.Builder()
     raw = builder.CreateByteVector(bytes(100_000))
@@ -242,8 +242,8 @@ def test_a_small_file_of_the_predecessor_does_not_become_a_large_model(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["WITH_OPTIMIZER", "NOMINAL", "EXTERNAL"])
-def test_a_damaged_file_of_the_predecessor_leads_to_no_other_error(name: str, tmp_path: Path) -> None:
-    content = getattr(predecessor_files, name)
+def test_a_damaged_file_of_ort_training_leads_to_no_other_error(name: str, tmp_path: Path) -> None:
+    content = getattr(ort_training_files, name)
     rng = np.random.default_rng(0)
     for length in range(0, len(content), 3):
         with contextlib.suppress(CheckpointError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The table of the predecessor's names in docs/how-to/migration.md is true, and each name is there."""
+"""The table of ONNX Runtime Training's names in docs/how-to/migration.md is true, and each name is there."""
 
 from __future__ import annotations
 

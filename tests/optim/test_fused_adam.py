@@ -125,7 +125,7 @@ def test_all_of_the_weight_may_decay() -> None:
     assert all(optimizer.state[p]["exp_avg"].any() for p in ours if p.numel())
 
 
-def test_its_defaults_and_state_keys_are_the_predecessors() -> None:
+def test_its_defaults_and_state_keys_are_ort_trainings() -> None:
     ours = parameters()
     optimizer = FusedAdam(ours)
     train(ours, optimizer, steps=3)

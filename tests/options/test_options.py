@@ -291,7 +291,7 @@ class TestJson:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         return path
 
-    def test_every_key_of_the_predecessor(self, tmp_path, caplog):
+    def test_every_key_of_ort_training(self, tmp_path, caplog):
         options = Options(rng="torch").over_file(self.file(tmp_path, self.PREDECESSORS))
         assert options == Options(
             rng="torch",
@@ -531,7 +531,7 @@ class TestFormerOptions:
 
 
 class TestSweep:
-    def test_every_variable_of_the_predecessor_has_an_effect_or_is_logged(self):
+    def test_every_variable_of_ort_training_has_an_effect_or_is_logged(self):
         assert not set(PREDECESSORS_VARIABLES) - {*VARIABLES, *OLD_NAMES, *PROCESS_VARIABLES, *WITHOUT_EFFECT}
 
     def test_the_package_reads_no_variable_that_the_table_lacks(self):

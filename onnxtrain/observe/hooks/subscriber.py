@@ -15,7 +15,7 @@ class GlobalStates:
     Attributes:
         execution_step: how often the outermost module has run.
         module_index: the index of each module, in the order of `modules()`.
-        module_to_module_index: the predecessor's other name of `module_index`.
+        module_to_module_index: ONNX Runtime Training's other name of `module_index`.
     """
 
     execution_step: int = 0

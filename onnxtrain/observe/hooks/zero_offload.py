@@ -1,4 +1,4 @@
-"""The predecessor's switches for DeepSpeed's ZeRO stage 3. Modules run as graphs under it without them."""
+"""ONNX Runtime Training's switches for DeepSpeed's ZeRO stage 3, which onnxtrain does not need."""
 
 from __future__ import annotations
 

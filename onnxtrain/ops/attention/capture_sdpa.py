@@ -2,8 +2,8 @@
 
 A call for which PyTorch may choose its flash kernel becomes FlashAttention; with dropout only on a GPU, whose kernels
 sample the dropout mask. A call that PyTorch runs in its math path for all sizes (dropout on a CPU, ranks other than 4)
-becomes the nodes of that path in the same order, so that the same random
-numbers are sampled; the pass `fuse_attention` fuses them unless bitwise equality with eager is requested.
+becomes the nodes of that path in the same order, so that the same random numbers are sampled; the pass `fuse_attention`
+fuses them unless bitwise equality with eager is requested.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Sequence i has the queries q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]] and the keys k[cu_seqlens_k[i]:cu_seqlens_k[i + 1]];
 it attends to no other sequence. With `is_causal`, row r of a sequence attends to its columns 0 to r. All sequences
 share one bias of 1 or h heads, as large as the longest sequence: bias[:, :rows, :columns] is added to the scores of
-each. `scale` is 1/√e by default. y is 0 for a row that attends to nothing, and for a token behind the last sequence. h
+each. `scale` is 1/√e by default. y is 0 for a row that attends to nothing, and for a token after the last sequence. h
 is a multiple of g.
 
 Backward recomputes the probabilities. With a key, a probability is dropped for `dropped` of the 65536 values of its 16

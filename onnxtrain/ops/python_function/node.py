@@ -8,9 +8,9 @@ The attributes are those of ONNX Runtime Training and describe the call; the nod
 object while a program runs. In PyTorch's graph, during capture, the call is the operator `onnxtrain::python_op`, which
 finds the PythonCall by its key.
 
-Differences from ONNX Runtime Training: sizes may be arguments (convention "s"); the arguments in
-containers with tensors or sizes count separately; addresses of Python objects are not written
-(`input_pointer_scalar_positions` has their positions); bookkeeping is always on (`safe_run_mode`).
+Differences from ONNX Runtime Training: sizes may be arguments (convention "s"); the arguments in containers with
+tensors or sizes count separately; addresses of Python objects are not written (`input_pointer_scalar_positions` has
+their positions); bookkeeping is always on (`safe_run_mode`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 `seed` is ignored: ONNX Runtime and PyTorch sample different values from the same seed.
 
-PyTorch samples in memory order. So if its tensor is not contiguous, its operator stays an ATen node.
+PyTorch samples in memory order: if the tensor is not contiguous, the operator stays an ATen node.
 """
 
 from __future__ import annotations

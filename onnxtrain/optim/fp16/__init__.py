@@ -25,7 +25,7 @@ _REPLACERS: Mapping[str, Callable[..., str | None]] = {
 _ACCELERATE = "accelerate.utils.deepspeed.DeepSpeedOptimizerWrapper"
 
 
-def FP16_Optimizer(optimizer: T, **kwargs: Any) -> T:  # noqa: N802  the predecessor's name
+def FP16_Optimizer(optimizer: T, **kwargs: Any) -> T:  # noqa: N802  ONNX Runtime Training's name
     """Speed up an optimizer of DeepSpeed (ZeRO 1 and 2), Megatron-LM or Apex (amp, O1 and O2).
 
     Args:

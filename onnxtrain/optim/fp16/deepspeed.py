@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO stages 1 and 2: overflow and norm of all gradients in one call each.
 
-Results and side effects differ between versions of DeepSpeed. So each replacement is tried first: beside the method
-that it replaces, on small gradients and without communication. Where any result differs, the optimizer stays as it is.
+Results and side effects differ between versions of DeepSpeed. Each replacement is therefore tried first, beside the
+method that it replaces, on small gradients and without communication. If any result differs, the optimizer is
+unchanged.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ _REPLACEMENTS: dict[str, Callable[[FunctionType], Method]] = {
 
 
 class _NoCommunication:
-    """Stands for `deepspeed.comm` in a trial: what is reduced is noted, and nothing else is there."""
+    """Stands for `deepspeed.comm` in a trial: it records reductions, and has nothing else."""
 
     def __init__(self, real: Any) -> None:
         self.ReduceOp = getattr(real, "ReduceOp", None)

@@ -1,7 +1,7 @@
 """Convert the artifacts of onnxruntime-training 1.17 to 1.19, which stock onnxruntime does not run.
 
 A training graph is cut back to its forward part and loss, and differentiated anew. An optimizer graph is one node of
-`com.microsoft`, whose attributes say everything: it is built anew for the parameters of the module.
+`com.microsoft`, whose attributes hold all settings: it is built anew for the parameters of the module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODES = {0: "torch", 1: "huggingface"}
 
 
 def converted_graph(path: Path, kind: str, parameters: Sequence[str], trainable: Collection[str]) -> bytes | None:
-    """Convert a training or evaluation graph; None if the file is not one of the predecessor's.
+    """Convert a training or evaluation graph; None if the file is not one of ONNX Runtime Training's.
 
     Args:
         path: the file.

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from onnxtrain import onnxblock
 from onnxtrain.api import CheckpointState, Module, Optimizer
 from onnxtrain.errors import ArtifactError, TrainingError
-from tests.device import predecessor_files
+from tests.device import ort_training_files
 from tests.device.stock import clipped
 from tests.device.test_api_training import Predecessor
 from tests.reference import assert_matches, assert_matches_float64
@@ -84,8 +84,8 @@ def folder(tmp_path: Path) -> Path:
     save(TRAINING, tmp_path / "training_model.onnx")
     save(EVALUATION, tmp_path / "eval_model.onnx")
     save(optimizer_graph(UPDATE), tmp_path / "optimizer_model.onnx")
-    (tmp_path / "checkpoint").write_bytes(predecessor_files.INITIAL)
-    (tmp_path / "after").write_bytes(predecessor_files.WITH_OPTIMIZER)
+    (tmp_path / "checkpoint").write_bytes(ort_training_files.INITIAL)
+    (tmp_path / "after").write_bytes(ort_training_files.WITH_OPTIMIZER)
     return tmp_path
 
 
