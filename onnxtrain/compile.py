@@ -3,8 +3,8 @@
 nn.Module ─capture─▶ forward graph ─optimize─▶ forward graph ─differentiate─▶ joint graph ─optimize─▶ joint graph
           ─plan─▶ joint graph and what backward recomputes ─lower─▶ forward program, backward programs
 
-`frontend.engine` captures the module (`capture.export`) and calls `compile_module`, for ORTModule, prepare and the
-backend of torch.compile. Artifacts for devices use the stages up to the second `optimize` (`device.training_graph`).
+`frontend.engine` captures the module and calls `compile_module`, for ORTModule, prepare and torch.compile's backend.
+Artifacts for devices use the stages up to the second `optimize` (`device.training_graph`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def compile_module(
     options: Options,
     rerun: Rerun,
     recorders: Recorders,
+    alike: Unit | None = None,
 ) -> Compiled:
     """Compile a captured module.
 
@@ -58,6 +59,7 @@ def compile_module(
         options: see `onnxtrain.options`.
         rerun: runs the module in PyTorch on such tensors, for create_graph.
         recorders: those of the user's model, under the option cuda_graphs.
+        alike: see `UnitBuilder`.
 
     Raises:
         ORTModuleFallbackException: the module cannot be differentiated, or onnxtrain has a bug.
@@ -66,8 +68,7 @@ def compile_module(
     name, device = type(module).__name__, common_device(inputs)
     wrt = tuple(torch.is_grad_enabled() and t.requires_grad for t in inputs)
     mode: Mode = "training" if module.training and torch.is_grad_enabled() else "inference"
-    work = WorkCounter(inputs, device) if "work" in options.statistics else None
-    stages = Stages(options, mode, name, work, module)
+    stages = Stages(options, mode, name, WorkCounter(inputs, device) if "work" in options.statistics else None, module)
     problem = f"the graph of {name} cannot be compiled"
     with internal_errors_as(CompileError, problem):
         # capture
@@ -81,7 +82,6 @@ def compile_module(
         packed = plan_packed_variants(model, captured, options, device, any(wrt))
         changes.add(optimize(model, then))
         stages.record("optimize", model, changes, sum(report.took_ms for report in changes.passes))
-
         mutated = [mutation.target for mutation in captured.mutations]
         builder = UnitBuilder(
             captured,
@@ -92,13 +92,14 @@ def compile_module(
             ChannelsLast() if channels_last.is_profitable(model.graph, inputs) else None,
             recordings_for(captured, inputs, options, device, recorders),
             rerun,
+            alike,
         )
         joint = _gradients(builder, stages) if any(wrt) else None
     if joint is not None and (functions := functions_for(name, device.type)):  # the user's: their errors are raised
         joint = stages.record_joint("user-functions", rewrite_joint(joint, functions))
     with internal_errors_as(CompileError, problem):
         compiled = _lower(joint, builder, inputs, stages)
-    compile_packed = partial(compile_module, module, recorders=recorders)
+    compile_packed = partial(compile_module, module, recorders=recorders, alike=compiled.unit)
     return compiled if packed is None else packed.attach(compiled, name, rerun, compile_packed)
 
 
@@ -106,8 +107,7 @@ def _gradients(builder: UnitBuilder, stages: Stages) -> Joint:
     """Differentiate the forward graph, and optimize the joint graph."""
     differentiation = builder.differentiation
     limit_in_flight(differentiation.forward.graph, builder.options.memory_budget_bytes)
-    joint = stages.record_joint("differentiate", differentiation.joint())
-    joint, changes = differentiation.optimize(joint)
+    joint, changes = differentiation.optimize(stages.record_joint("differentiate", differentiation.joint()))
     return stages.record_joint("optimize-joint", joint, changes)
 
 
@@ -136,15 +136,13 @@ def _lower_training(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[tor
     if not plan.by_size:
         unit = unit_for(plan.choose(symbol_values))
         return Compiled(captured, unit, stages.report(), runner(captured, unit), symbol_values, layout=builder.layout)
-    forward_inputs = plan.joint.model.graph.inputs[: len(inputs)]  # cotangents come after them
-    units = SizedUnits(forward_inputs, plan.choose, unit_for)
+    units = SizedUnits(plan.joint.model.graph.inputs[: len(inputs)], plan.choose, unit_for)  # cotangents come later
     unit, run = units.unit(inputs), runner_by_sizes(captured, units)
     return Compiled(captured, unit, stages.report(), run, symbol_values, units, builder.layout)
 
 
 def _lower_inference(builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
-    captured, model = builder.captured, builder.differentiation.forward
-    unit = builder.inference_unit()
+    captured, model, unit = builder.captured, builder.differentiation.forward, builder.inference_unit()
     stages.end("plan", model, refused=builder.not_recorded(unit))
     symbol_values = bind_symbols(model.graph.inputs, inputs)
     return Compiled(captured, unit, stages.report(), runner(captured, unit), symbol_values, layout=builder.layout)

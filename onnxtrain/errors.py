@@ -108,6 +108,10 @@ class KernelError(OnnxTrainError):
     """No kernel applies to a node, or its kernel failed."""
 
 
+class CommunicationError(OnnxTrainError, RuntimeError):
+    """Ranks would communicate in different orders, which would give wrong results or end in a timeout."""
+
+
 class MemoryBudgetError(OnnxTrainError, RuntimeError):
     """A training step does not fit into `memory_budget_bytes`, however much is recomputed."""
 

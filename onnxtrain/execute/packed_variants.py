@@ -5,7 +5,8 @@
 
 The packed unit is compiled for the first such batch. Results of the two units differ by rounding and by their dropout
 masks only; results that hold tokens also have zeros in padding, if `padding_reads` allows it. If programs are recorded
-(`cuda_graphs`), the number of tokens is rounded up.
+(`cuda_graphs`), the number of tokens is rounded up. Other ranks may have batches for the other unit: both communicate
+in the same way, or only the dense one runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.capture import Captured, Source
+from onnxtrain.errors import CommunicationError
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import may_record
 from onnxtrain.execute.packing import KeptTokens, PackingCheck
@@ -29,10 +31,9 @@ from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.graph import sizes
 from onnxtrain.graph.traversal import clone, with_graph
 from onnxtrain.log import LOG
-from onnxtrain.ops import definition_of, view
+from onnxtrain.ops import view
 from onnxtrain.ops.attention.varlen_flash import flash_runs
 from onnxtrain.ops.bodies import inline_bodies
-from onnxtrain.ops.collective.parameters import GATHER_PARAMETERS
 from onnxtrain.ops.interfaces.host_reads import HOST_READS
 from onnxtrain.options import Options
 from onnxtrain.passes.attention_masks import split_mask
@@ -61,17 +62,9 @@ def plan_packed_variants(
         differentiable: whether results may have gradients: they show whether the padding of results is read.
 
     Returns:
-        None if no input can be tokens or a mask, the option skip_padding is "never", or parameters are sharded: ranks
-        with a packed and with a dense batch might communicate in different orders.
+        None if no input can be tokens or a mask, or the option skip_padding is "never".
     """
     if options.skip_padding == "never" or not any(v.dtype in _TOKEN_DTYPES for v in captured.model.graph.inputs):
-        return None
-    if any(definition_of(node) is GATHER_PARAMETERS for node in model.graph):
-        LOG.info(
-            "%s runs with padding, because its parameters are sharded: ranks with packed and with padded batches might "
-            "communicate in different orders",
-            model.graph.name,
-        )
         return None
     return PackedVariants(model, captured, options, device, captured.result_count if differentiable else 0)
 
@@ -91,7 +84,7 @@ class PackedVariants:
         start = time.perf_counter()
         self._captured, self._options, self._num_results = captured, options, num_results
         self._changes = Changes("pack_tokens")
-        self._units: dict[bool, Compiled] = {}
+        self._units: dict[bool, Compiled | None] = {}  # None: it would communicate otherwise than the dense unit
         self.reports: dict[str, CompileReport] = {}
         # A packed graph has zeros for the tokens that are not kept, which must not fill what readers ignore.
         self._model = inline_bodies(model, keep=lambda node: (read := HOST_READS.entry(node)) is None or not read.fill)
@@ -174,12 +167,11 @@ class PackedVariants:
                 return dense.run(*tensors)
             if not reads.may_pack:
                 return watched(dense, tensors, kept, packed=False)
-            unit = units.get(kept.causal)
+            if kept.causal not in units:
+                self._compile(tensors, kept, module_name, rerun, compile_packed)
+            unit = units[kept.causal]
             if unit is None:
-                unit = self._compile(tensors, kept, rerun, compile_packed)
-                LOG.info(
-                    "%s: padded batches run on packed tokens from now on%s", module_name, self._zeros_note(results)
-                )
+                return dense.run(*tensors)
             inputs = (*tensors, *kept.tensors())
             return watched(unit, inputs, kept, packed=True) if results else unit.run(*inputs)
 
@@ -196,8 +188,8 @@ class PackedVariants:
         return f"; the loss does not read the padding of {names}, which is zeros then" if names else ""
 
     def _compile(
-        self, tensors: Sequence[torch.Tensor], kept: KeptTokens, rerun: Rerun, compile_packed: Compile
-    ) -> Compiled:
+        self, tensors: Sequence[torch.Tensor], kept: KeptTokens, module_name: str, rerun: Rerun, compile_packed: Compile
+    ) -> None:
         graph = clone(self._model.graph)[0]
         plan = plan_packing(graph, Changes(), self._num_results)
         assert plan is not None, "the same graph gives the same plan"
@@ -215,10 +207,16 @@ class PackedVariants:
         def rerun_padded(packed_inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             return rerun(packed_inputs[: len(self._captured.sources)])
 
-        unit = compile_packed(captured, inputs, options, rerun_padded)
+        try:
+            unit = compile_packed(captured, inputs, options, rerun_padded)
+        except CommunicationError as error:
+            self._units[kept.causal] = None
+            LOG.warning("%s runs with padding: %s", module_name, error)
+            return
         self._units[kept.causal] = unit
         self.reports["without padding, causal" if kept.causal else "without padding"] = unit.report
-        return unit
+        note = self._zeros_note(plan.results())
+        LOG.info("%s: padded batches run on packed tokens from now on%s", module_name, note)
 
 
 def waits_for_lengths(plan: PackingPlan, device: torch.device) -> ir.Node | None:

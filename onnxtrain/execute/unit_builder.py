@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 import torch
 
 from onnxtrain.autodiff import Joint
 from onnxtrain.capture.capture import Captured
-from onnxtrain.errors import CaptureError
+from onnxtrain.errors import CaptureError, CommunicationError
 from onnxtrain.execute.boundary import Backward, BackwardProgram, Flags, Unit
 from onnxtrain.execute.cpp_program import program as cpp_program
 from onnxtrain.execute.early_gradients import StagedBoundary, StagedProgram
@@ -43,6 +44,7 @@ from onnxtrain.plan.independent_results import independent_results, wants_stages
 from onnxtrain.plan.mutated_inputs import check_backward_reads
 from onnxtrain.plan.output_views import lone_views
 from onnxtrain.plan.parameter_buckets import join_forward_collectives
+from onnxtrain.plan.parameter_order import exchanges
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice
 from onnxtrain.report import Refusal
 
@@ -62,6 +64,7 @@ class UnitBuilder:
         layout: which images are kept in channels_last memory format; None: none.
         recordings: records programs; None: they are not recorded.
         rerun: runs the module in PyTorch on the tensors of the capture's inputs (create_graph).
+        alike: a unit of the same module that other ranks may run at the same time; None: there is none.
     """
 
     captured: Captured
@@ -72,6 +75,7 @@ class UnitBuilder:
     layout: ChannelsLast | None
     recordings: Recordings | None
     rerun: Rerun
+    alike: Unit | None = None
 
     @property
     def _name(self) -> str:
@@ -115,9 +119,14 @@ class UnitBuilder:
         return self.recordings.refusals([unit.forward.part if apart is None else apart.rest, *backward])
 
     def inference_unit(self) -> Unit:
-        """Return the unit of the forward graph alone."""
+        """Return the unit of the forward graph alone.
+
+        Raises:
+            CommunicationError: it would communicate otherwise than the unit `alike`.
+        """
         join_forward_collectives(self.differentiation.forward.graph)
         program = self.program(single_part(self.differentiation.forward), "inference")
+        self._check_forward(program.part)
         return self._unit(program, (False,) * self.captured.result_count)
 
     def training_unit(self, joint: Joint, choice: RecomputeChoice) -> Unit:
@@ -126,12 +135,14 @@ class UnitBuilder:
         Raises:
             CaptureError: forward writes a value that has a gradient into an input, or backward reads an overwritten
                 input.
+            CommunicationError: it would communicate otherwise than the unit `alike`.
         """
         results, wrt, mutated = self.captured.result_count, self.differentiation.wrt, self.differentiation.mutated
         self._refuse_written_gradients(joint)
         check_backward_reads(joint, mutated)
         parts = cut(joint)
         forward = self.program(parts.forward, "forward")
+        self._check_forward(parts.forward)
         early = choice.early or self._inputs_are_first or wants_stages(self.options.early_gradients, joint, parts)
         groups = self._groups(parts, early)
         differentiable = tuple(c is not None for c in joint.cotangents[:results])
@@ -141,12 +152,17 @@ class UnitBuilder:
             if source.kind == "input" and wrt[i] and gradient is None
         ]
         backward = BackwardPrograms(self, joint, parts, differentiable, choice, groups)
+        backward.check_communication(parts, differentiable)
         boundary: StagedBoundary | InputsFirstBoundary | IndependentBoundary | None
         if groups:
             boundary = (InputsFirstBoundary if self._inputs_are_first else StagedBoundary)(groups, len(wrt))
         else:
             boundary = self._independent_boundary(joint, parts)
         return self._unit(forward, differentiable, backward, parts, boundary, unreached)
+
+    def _check_forward(self, part: Part) -> None:
+        if self.alike is not None:
+            check_alike(part, self.alike.forward.part, f"{self._name} forward")
 
     def _independent_boundary(self, joint: Joint, parts: Cut) -> IndependentBoundary | None:
         """Return a boundary with a backward for each group of results that share nothing.
@@ -231,6 +247,19 @@ class UnitBuilder:
         )
 
 
+def check_alike(part: Part, other: Part, name: str) -> None:
+    """Raise CommunicationError unless two parts communicate in the same way."""
+    for number, (got, expected) in enumerate(zip_longest(exchanges(part.nodes), exchanges(other.nodes)), 1):
+        if got != expected:
+            raise CommunicationError(
+                "ranks with and without padding would communicate in different ways",
+                where=f"{name}, collective {number}",
+                expected=str(expected),
+                got=str(got),
+                todo='set skip_padding="never"',
+            )
+
+
 class BackwardPrograms:
     """Makes a backward program for each set of cotangents that autograd passes and of gradients that are needed.
 
@@ -257,24 +286,46 @@ class BackwardPrograms:
         self._differentiable, self._choice, self._groups = differentiable, choice, groups
 
     def __call__(self, has_cotangent: Flags, needs_grad: Flags) -> Backward:
-        """Build a backward, as `BackwardSource` says."""
+        """Build a backward, as `BackwardSource` says.
+
+        Raises:
+            CommunicationError: it would communicate otherwise than that of the unit `alike`.
+        """
+        parts, passed = self._cut(has_cotangent, needs_grad)
+        self.check_communication(parts, has_cotangent, needs_grad)
+        return self._backward(parts, passed, [i for i, flag in enumerate(passed) if flag and not has_cotangent[i]])
+
+    def check_communication(self, parts: Cut, has_cotangent: Flags, needs_grad: Flags | None = None) -> None:
+        """Raise CommunicationError if a cut would communicate otherwise than the unit `alike` of the builder.
+
+        A packed unit has the inputs of the unit with padding, and then others, which need no gradients.
+        """
+        alike = self._builder.alike
+        other = None if alike is None else alike.backward_source
+        if not isinstance(other, BackwardPrograms):
+            return
+        if exchanges(parts.backward.nodes) or exchanges(other._all_parts.backward.nodes):
+            wanted = None if needs_grad is None else needs_grad[: len(other._joint.gradients)]
+            others = other._all_parts if wanted is None else other._cut(has_cotangent, wanted)[0]
+            check_alike(parts.backward, others.backward, f"{self._builder._name} backward")
+
+    def _cut(self, has_cotangent: Flags, needs_grad: Flags) -> tuple[Cut, Flags]:
+        """Return the cut for a backward, and the cotangents that it reads: these, or all, some of which are zeros."""
         if self._is_unused and has_cotangent != self._differentiable:
             pruned = self._builder.differentiation.without_cotangents(self._joint, has_cotangent)
             if pruned is not None:
                 self._joint, self._has_cotangent = pruned, has_cotangent
         if has_cotangent == self._has_cotangent:
             self._is_unused = False
-            return self._backward(cut(self._joint, needs_grad), has_cotangent)
+            return cut(self._joint, needs_grad), has_cotangent
         if has_cotangent != self._differentiable:
             parts = cut(self._differentiated(has_cotangent), needs_grad)
             if self._forward_keeps_all(parts):
-                return self._backward(parts, has_cotangent)
+                return parts, has_cotangent
         if self._has_cotangent != self._differentiable:
             self.differentiate_again()
         self._is_unused = False
-        pairs = zip(self._differentiable, has_cotangent, strict=True)
-        zeros = [i for i, (differentiable, passed) in enumerate(pairs) if differentiable and not passed]
-        return self._backward(cut(self._joint, needs_grad), self._differentiable, zeros)
+        return cut(self._joint, needs_grad), self._differentiable
 
     def differentiate_again(self) -> None:
         """Differentiate the graph again, after gradient rules have learned which gradients functions return."""

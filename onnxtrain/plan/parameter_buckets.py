@@ -85,7 +85,7 @@ def _join(graph: ir.Graph, bucket: Sequence[ir.Node], position: ir.Node) -> ir.N
         first.domain,
         first.op_type,
         [value for node in bucket for value in node.inputs],
-        [_common_attribute(bucket, name) for name in first.attributes],
+        [_joined_attribute(bucket, name) for name in first.attributes],
         num_outputs=len(bucket),
         name=first.name,
         metadata_props=dict(first.metadata_props),
@@ -102,9 +102,12 @@ def _join(graph: ir.Graph, bucket: Sequence[ir.Node], position: ir.Node) -> ir.N
     return joined
 
 
-def _common_attribute(bucket: Sequence[ir.Node], name: str) -> ir.Attr:
-    attribute = bucket[0].attributes[name]
-    return ir.AttrInt64("keep", max(view(node).keep for node in bucket)) if name == "keep" else attribute
+def _joined_attribute(bucket: Sequence[ir.Node], name: str) -> ir.Attr:
+    if name == "keep":
+        return ir.AttrInt64(name, max(view(node).keep for node in bucket))
+    if name == "orders":
+        return ir.AttrInt64s(name, [order for node in bucket for order in view(node).orders])
+    return bucket[0].attributes[name]
 
 
 def _sources(graph: ir.Graph, bucket: Sequence[ir.Node]) -> list[ir.Node]:

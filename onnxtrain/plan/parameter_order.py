@@ -15,14 +15,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
 from onnxtrain.graph import sizes
-from onnxtrain.graph.values import dtype_of
+from onnxtrain.graph.values import TensorType, dtype_of, type_of
 from onnxtrain.ops import Effects, definition_of, view
 from onnxtrain.ops.collective.parameters import GATHER_PARAMETERS, REDUCE_GRADIENTS
 from onnxtrain.ops.collective.transfers import WAIT
+
+Exchange = tuple[str, dict[str, Any], tuple[TensorType, ...]]
 
 _BEYOND_ANY_LIMIT = 2**62
 _SHARE_OF_BUDGET = 8  # of a memory budget in bytes, an eighth for what is in flight
@@ -56,6 +59,19 @@ def overlapped(nodes: Sequence[ir.Node], results: Iterable[ir.Value | None]) -> 
     if not any(map(is_ordered_here, nodes)):
         return tuple(nodes)
     return tuple(_awaited_late(_gathered_early(_reduced_early(nodes)), set(results)))
+
+
+def exchanges(nodes: Iterable[ir.Node]) -> list[Exchange]:
+    """Return what nodes exchange with other ranks: the op, attributes and result types of each collective, in order."""
+    return [
+        (node.op_type, {a.name: getattr(view(node), a.name) for a in node.attributes.values()}, _types(node))
+        for node in nodes
+        if Effects.COLLECTIVE in definition_of(node).effects
+    ]
+
+
+def _types(node: ir.Node) -> tuple[TensorType, ...]:
+    return tuple(map(type_of, node.outputs))
 
 
 def whole_bytes(node: ir.Node) -> int:

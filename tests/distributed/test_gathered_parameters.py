@@ -31,6 +31,7 @@ from onnxtrain.plan.lifetimes import timeline
 from onnxtrain.plan.storage import Storages
 from onnxtrain.testing import assert_no_worse_than_eager
 from onnxtrain.torch_compat.modes import TorchDispatchMode
+from tests.passes.less_work import applied_by
 
 WIDTH, CLASSES = 8, 13
 ONE = 1  # byte: one parameter is kept for backward
@@ -492,6 +493,10 @@ def work(rank: int, store: str, world: int) -> None:
                     assert torch.equal(ours, eager), (name, number)
                 assert_no_worse_than_eager(f"{name} {number}", ours, eager, right)
             assert engine_of(subject).captures == 1, name
+            rows = [text for stage in subject.report().stages for text in stage.applied if "recompute: " in text]
+            assert ("peak" in rows[0]) == bool({"memory_budget_bytes", "recompute"} & options.keys()), (name, rows)
+            assert any("GatherParameters" not in row for row in rows[1:]), (name, rows)
+            assert plain or applied_by(subject, "skip_ignored_labels"), name
     dist.destroy_process_group()
 
 

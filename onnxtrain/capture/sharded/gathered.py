@@ -133,7 +133,7 @@ def gather_before_readers(graph: ir.Graph, module: torch.nn.Module) -> None:
     kept = _first_of(sorted(reads, key=lambda gather: -reads[gather][1]), gathering.least_bytes)
     for order, chain in enumerate(sorted(used, key=lambda chain: reads[_gather_of(chain)][0])):
         gather = _gather_of(chain)
-        gather.attributes["order"] = ir.AttrInt64("order", order)
+        gather.attributes["orders"] = ir.AttrInt64s("orders", [order])
         gather.attributes["keep"] = ir.AttrInt64("keep", int(gather in kept))
         for name in ("bucket_bytes", "in_flight_bytes"):
             gather.attributes[name] = ir.AttrInt64(name, getattr(gathering, name))

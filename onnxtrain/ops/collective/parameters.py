@@ -4,8 +4,8 @@
     ReduceGradients(xs)    of each x the mean over the ranks, of which each rank gets its part of axis 0
 
 The ranks compute with different data, so that the gradient of a parameter is the mean of theirs. A gathered parameter
-is the same each time: backward may gather it again instead of keeping it. With `keep=1` it is kept. `order` numbers the
-parameters of a graph by their first readers in forward. A capture gathers each parameter by itself;
+is the same each time: backward may gather it again instead of keeping it. With `keep=1` it is kept. `orders`
+numbers the parameters of a graph by their first readers in forward. A capture gathers each parameter by itself;
 `plan/parameter_buckets.py` joins nodes up to `bucket_bytes`, and `plan/parameter_order.py` starts them early.
 """
 
@@ -74,7 +74,12 @@ def _terms(xs: Sequence[Tensor], size: int) -> tuple[list[Tensor], str]:
 
 def _gradient(op: Builder, n: NodeView, *dys: ir.Value | None) -> Sequence[ir.Value | None]:
     attributes = {name: getattr(n, name) for name in _ATTRIBUTES}
-    return [None if dy is None else wait(op, op.own.ReduceGradients(dy, **attributes), dy) for dy in dys]
+    gradients: list[ir.Value | None] = [None] * len(dys)
+    for i, dy in enumerate(dys):
+        if dy is not None:
+            mean = op.own.ReduceGradients(dy, **{**attributes, "orders": n.orders[i : i + 1] or None})
+            gradients[i] = wait(op, mean, dy)
+    return gradients
 
 
 def _lower(one: Callable[..., Tensor], several: Callable[..., Sequence[Tensor]]) -> Callable[..., Call]:
@@ -105,7 +110,7 @@ def _one_per_input(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
 
 
 _OPERATOR = Operator(f"gather_parameter(Tensor x, {IN_GROUP})", gathered_on_fakes)
-_ATTRIBUTES: dict[str, Any] = {**GROUP, "order": 0, "bucket_bytes": 0, "in_flight_bytes": 0}
+_ATTRIBUTES: dict[str, Any] = {**GROUP, "orders": (), "bucket_bytes": 0, "in_flight_bytes": 0}
 
 GATHER_PARAMETERS = define(
     OpDef(
