@@ -48,7 +48,7 @@ def compile_module(
     options: Options,
     rerun: Rerun,
     recorders: Recorders,
-    alike: Unit | None = None,
+    counterpart: Unit | None = None,
 ) -> Compiled:
     """Compile a captured module.
 
@@ -59,7 +59,7 @@ def compile_module(
         options: see `onnxtrain.options`.
         rerun: runs the module in PyTorch on such tensors, for create_graph.
         recorders: those of the user's model, under the option cuda_graphs.
-        alike: see `UnitBuilder`.
+        counterpart: see `UnitBuilder`.
 
     Raises:
         ORTModuleFallbackException: the module cannot be differentiated, or onnxtrain has a bug.
@@ -92,14 +92,14 @@ def compile_module(
             ChannelsLast() if channels_last.is_profitable(model.graph, inputs) else None,
             recordings_for(captured, inputs, options, device, recorders),
             rerun,
-            alike,
+            counterpart,
         )
         joint = _gradients(builder, stages) if any(wrt) else None
     if joint is not None and (functions := functions_for(name, device.type)):  # the user's: their errors are raised
         joint = stages.record_joint("user-functions", rewrite_joint(joint, functions))
     with internal_errors_as(CompileError, problem):
         compiled = _lower(joint, builder, inputs, stages)
-    compile_packed = partial(compile_module, module, recorders=recorders, alike=compiled.unit)
+    compile_packed = partial(compile_module, module, recorders=recorders, counterpart=compiled.unit)
     return compiled if packed is None else packed.attach(compiled, name, rerun, compile_packed)
 
 

@@ -112,7 +112,7 @@ def _refuse_torchscript(named: Sequence[tuple[str, torch.nn.Module]]) -> None:
 
 
 def refuse_module(module: torch.nn.Module, *, hooks_run_outside: bool = False) -> None:
-    """Refuse a module with something that a graph would not run, or would run otherwise than eager does.
+    """Refuse a module with something that a graph would not run, or would run differently from eager.
 
     Args:
         module: the user's module.

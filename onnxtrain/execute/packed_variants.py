@@ -84,7 +84,7 @@ class PackedVariants:
         start = time.perf_counter()
         self._captured, self._options, self._num_results = captured, options, num_results
         self._changes = Changes("pack_tokens")
-        self._units: dict[bool, Compiled | None] = {}  # None: it would communicate otherwise than the dense unit
+        self._units: dict[bool, Compiled | None] = {}  # None: it would communicate differently from the dense unit
         self.reports: dict[str, CompileReport] = {}
         # A packed graph has zeros for the tokens that are not kept, which must not fill what readers ignore.
         self._model = inline_bodies(model, keep=lambda node: (read := HOST_READS.entry(node)) is None or not read.fill)

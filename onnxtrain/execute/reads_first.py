@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from onnxtrain.execute.program import Program, drain
-from onnxtrain.plan.streams import ReadsApart
+from onnxtrain.plan.streams import SplitAtReads
 
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
 
@@ -23,7 +23,7 @@ Results = tuple[tuple[Any, ...], tuple[int, ...]]
 class ReadsFirst:
     """Runs a part in two programs: its early reads, then the rest."""
 
-    def __init__(self, parts: ReadsApart, inputs: Sequence[Any], reads: Program, rest: Program) -> None:
+    def __init__(self, parts: SplitAtReads, inputs: Sequence[Any], reads: Program, rest: Program) -> None:
         """Join the programs of `parts`; `inputs`: those of the part."""
         self._positions = [inputs.index(value) for value in parts.reads.inputs]
         self._filled, self._crossing = parts.filled, len(parts.rest.inputs) - len(inputs)

@@ -64,7 +64,7 @@ class UnitBuilder:
         layout: which images are kept in channels_last memory format; None: none.
         recordings: records programs; None: they are not recorded.
         rerun: runs the module in PyTorch on the tensors of the capture's inputs (create_graph).
-        alike: a unit of the same module that other ranks may run at the same time; None: there is none.
+        counterpart: a unit of the same module that other ranks may run at the same time; None: there is none.
     """
 
     captured: Captured
@@ -75,7 +75,7 @@ class UnitBuilder:
     layout: ChannelsLast | None
     recordings: Recordings | None
     rerun: Rerun
-    alike: Unit | None = None
+    counterpart: Unit | None = None
 
     @property
     def _name(self) -> str:
@@ -99,7 +99,7 @@ class UnitBuilder:
         """Let a program record, or what follows its early reads; return whether it does."""
         if self.recordings is None:
             return False
-        parts = streams.reads_apart(program.part)
+        parts = streams.split_at_reads(program.part)
         if parts is None:
             return self.recordings.watch(program) is not None
         rest = self._program(parts.rest, title, self.layout)
@@ -115,14 +115,14 @@ class UnitBuilder:
             return []
         source = unit.backward_source
         backward = [source.parts.backward] if isinstance(source, BackwardPrograms) else []
-        apart = streams.reads_apart(unit.forward.part)
-        return self.recordings.refusals([unit.forward.part if apart is None else apart.rest, *backward])
+        split = streams.split_at_reads(unit.forward.part)
+        return self.recordings.refusals([unit.forward.part if split is None else split.rest, *backward])
 
     def inference_unit(self) -> Unit:
         """Return the unit of the forward graph alone.
 
         Raises:
-            CommunicationError: it would communicate otherwise than the unit `alike`.
+            CommunicationError: it would communicate differently from the unit `counterpart`.
         """
         join_forward_collectives(self.differentiation.forward.graph)
         program = self.program(single_part(self.differentiation.forward), "inference")
@@ -135,7 +135,7 @@ class UnitBuilder:
         Raises:
             CaptureError: forward writes a value that has a gradient into an input, or backward reads an overwritten
                 input.
-            CommunicationError: it would communicate otherwise than the unit `alike`.
+            CommunicationError: it would communicate differently from the unit `counterpart`.
         """
         results, wrt, mutated = self.captured.result_count, self.differentiation.wrt, self.differentiation.mutated
         self._refuse_written_gradients(joint)
@@ -161,8 +161,8 @@ class UnitBuilder:
         return self._unit(forward, differentiable, backward, parts, boundary, unreached)
 
     def _check_forward(self, part: Part) -> None:
-        if self.alike is not None:
-            check_alike(part, self.alike.forward.part, f"{self._name} forward")
+        if self.counterpart is not None:
+            check_same_collectives(part, self.counterpart.forward.part, f"{self._name} forward")
 
     def _independent_boundary(self, joint: Joint, parts: Cut) -> IndependentBoundary | None:
         """Return a boundary with a backward for each group of results that share nothing.
@@ -247,7 +247,7 @@ class UnitBuilder:
         )
 
 
-def check_alike(part: Part, other: Part, name: str) -> None:
+def check_same_collectives(part: Part, other: Part, name: str) -> None:
     """Raise CommunicationError unless two parts communicate in the same way."""
     for number, (got, expected) in enumerate(zip_longest(exchanges(part.nodes), exchanges(other.nodes)), 1):
         if got != expected:
@@ -289,25 +289,25 @@ class BackwardPrograms:
         """Build a backward, as `BackwardSource` says.
 
         Raises:
-            CommunicationError: it would communicate otherwise than that of the unit `alike`.
+            CommunicationError: it would communicate differently from that of the unit `counterpart`.
         """
         parts, passed = self._cut(has_cotangent, needs_grad)
         self.check_communication(parts, has_cotangent, needs_grad)
         return self._backward(parts, passed, [i for i, flag in enumerate(passed) if flag and not has_cotangent[i]])
 
     def check_communication(self, parts: Cut, has_cotangent: Flags, needs_grad: Flags | None = None) -> None:
-        """Raise CommunicationError if a cut would communicate otherwise than the unit `alike` of the builder.
+        """Raise CommunicationError if a cut would communicate differently from the unit `counterpart` of the builder.
 
         A packed unit has the inputs of the unit with padding, and then others, which need no gradients.
         """
-        alike = self._builder.alike
-        other = None if alike is None else alike.backward_source
+        counterpart = self._builder.counterpart
+        other = None if counterpart is None else counterpart.backward_source
         if not isinstance(other, BackwardPrograms):
             return
         if exchanges(parts.backward.nodes) or exchanges(other._all_parts.backward.nodes):
             wanted = None if needs_grad is None else needs_grad[: len(other._joint.gradients)]
             others = other._all_parts if wanted is None else other._cut(has_cotangent, wanted)[0]
-            check_alike(parts.backward, others.backward, f"{self._builder._name} backward")
+            check_same_collectives(parts.backward, others.backward, f"{self._builder._name} backward")
 
     def _cut(self, has_cotangent: Flags, needs_grad: Flags) -> tuple[Cut, Flags]:
         """Return the cut for a backward, and the cotangents that it reads: these, or all, some of which are zeros."""

@@ -379,8 +379,8 @@ class Engine:
             return ""
         reason = "its inputs have other sizes or values"
         if key not in self._entries:
-            alike = max(reversed(self._entries), key=lambda old: (old[0] == key[0], old[1] == key[1]))
-            reason = call_difference(alike, key) or reason
+            closest = max(reversed(self._entries), key=lambda old: (old[0] == key[0], old[1] == key[1]))
+            reason = call_difference(closest, key) or reason
         for entry in self._entries.get(key, ()):
             changed = entry.state.difference(self._module)
             if changed:

@@ -99,7 +99,7 @@ def number_part(part: Part, node: ir.Node) -> Part | None:
     return Part(nodes, inputs, (), (source,), (), part.host, 1)
 
 
-class ReadsApart(NamedTuple):
+class SplitAtReads(NamedTuple):
     """A part, cut after its early reads.
 
     Attributes:
@@ -114,7 +114,7 @@ class ReadsApart(NamedTuple):
     filled: tuple[tuple[int, int, Fill], ...]
 
 
-def reads_apart(part: Part) -> ReadsApart | None:
+def split_at_reads(part: Part) -> SplitAtReads | None:
     """Cut a part after its early reads, so that no size of the rest depends on data.
 
     None: it has no early reads, or one that does not depend on integers of its inputs alone, or without a `fill`.
@@ -136,7 +136,7 @@ def reads_apart(part: Part) -> ReadsApart | None:
         for index, (node, fill) in enumerate(fills.items())
         if node.outputs[0] in crossing and fill is not None
     ]
-    return ReadsApart(
+    return SplitAtReads(
         reads, replace(part, nodes=rest, inputs=(*part.inputs, *crossing), early_reads=frozenset()), tuple(filled)
     )
 

@@ -118,7 +118,7 @@ def test_rows_that_the_model_selects_are_exact(log: Recorders, as_on_gpu: None) 
     for seed in range(CALLS + 2):
         check(wrapped, eager, *batch_of(0.3, seed))
     part = engine_of(wrapped).newest().unit.forward.part
-    assert streams.reads_apart(part) is None
+    assert streams.split_at_reads(part) is None
     assert LABELLED_ROWS not in map(definition_of, part.nodes)
 
 
@@ -142,4 +142,4 @@ def test_rows_of_a_batch_without_padding_are_exact(
         packed_check(wrapped, eager, *batch_of_form(FORMS["right"], seed))
     (part,) = parts
     assert part.early_reads
-    assert streams.reads_apart(part) is None
+    assert streams.split_at_reads(part) is None

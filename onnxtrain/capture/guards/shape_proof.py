@@ -32,7 +32,7 @@ from onnxtrain.torch_compat.pytree import tree_leaves
 from onnxtrain.torch_compat.symbols import is_always_true, is_data_dependent, size_range, unreplaced_expression
 from onnxtrain.torch_compat.tensors import own_memory
 
-_SPECIAL_SIZES = (0, 1)  # operators treat them otherwise than all others
+_SPECIAL_SIZES = (0, 1)  # operators treat them differently from all others
 
 
 class Proof:

@@ -107,7 +107,7 @@ class _NoCommunication:
 
 
 def _difference(optimizer: Any, name: str, theirs: FunctionType, make: Callable[[FunctionType], Method]) -> str:
-    """Return how DeepSpeed's method behaves otherwise than its replacement; "" if it does not."""
+    """Return how DeepSpeed's method behaves differently from its replacement; "" if it does not."""
     comm = _NoCommunication(theirs.__globals__.get("dist"))
     alone = FunctionType(
         theirs.__code__, {**theirs.__globals__, "dist": comm}, name, theirs.__defaults__, theirs.__closure__
