@@ -29,7 +29,7 @@ _QUIET = 2  # periods without a compiler: there may be a pause between two compi
 _MAX_S = 600.0
 
 
-def measure(workload: Workload, tell: Tell, *, most_s: float = _MAX_S) -> dict[str, Any]:
+def measure(workload: Workload, tell: Tell, *, max_s: float = _MAX_S) -> dict[str, Any]:
     """Return the fields of a `BackgroundCompilation` without its circumstances."""
     batch, *_ = make_batches(workload)
     stepper = Stepper(workload, ONNXTRAIN, make_model(workload))
@@ -40,7 +40,7 @@ def measure(workload: Workload, tell: Tell, *, most_s: float = _MAX_S) -> dict[s
     during: list[list[float]] = []
     alone: list[list[float]] = []
     quiet = 0
-    while quiet < _QUIET and time.monotonic() - started < most_s:
+    while quiet < _QUIET and time.monotonic() - started < max_s:
         during.append([])
         quiet += 1
         for _ in range(_BESIDE):

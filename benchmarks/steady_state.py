@@ -180,12 +180,12 @@ def _steps_per_round(steppers: dict[str, Stepper], batches: Sequence[Batch]) -> 
     return math.ceil(_MIN_ROUND_S / fastest)
 
 
-def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell, most_s: float) -> None:
+def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell, max_s: float) -> None:
     """Run steps until onnxtrain has chosen its kernels and its background compilation is done."""
     tell("warming up")
     started = time.monotonic()
     count = since_compiling = 0
-    while (taken := time.monotonic() - started) < most_s:
+    while (taken := time.monotonic() - started) < max_s:
         since_compiling = 0 if is_compiling() else since_compiling + 1
         if since_compiling == 0 and count > _MIN_WARM_UP:  # by now all compilations have been requested
             time.sleep(_POLL_S)

@@ -8,7 +8,7 @@ from onnxtrain.frontend.ort_module import engine_of
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def most_captures(module: torch.nn.Module) -> int:
+def max_captures(module: torch.nn.Module) -> int:
     """Return how often an ORTModule may capture a module for which one capture should suffice.
 
     PyTorch before 2.13 makes conditions of what it checks of a pooling's sizes: it is captured again where one of two

@@ -40,7 +40,7 @@ class Run:
     def __init__(self, settings: Settings, progress: Progress) -> None:
         self.settings = settings
         self.progress = progress
-        self.corpus: Corpus = load_corpus(seed=settings.seed, most_topics=settings.most_topics)
+        self.corpus: Corpus = load_corpus(seed=settings.seed, max_topics=settings.max_topics)
         tokenizer: Tokenizer = load_tokenizer()
         sizes = {"batch_size": settings.batch_size, "max_length": settings.max_length}
         steps = max(settings.training_steps, settings.exact_steps)

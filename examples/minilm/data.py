@@ -57,8 +57,8 @@ def load_corpus(
     *,
     seed: int,
     texts: Mapping[str, str] = reference_text,
-    fewest_paragraphs: int = 20,
-    most_topics: int | None = None,
+    min_paragraphs: int = 20,
+    max_topics: int | None = None,
     held_out_share: float = 0.2,
 ) -> Corpus:
     """Labels paragraphs with their topic, keeps the topics that have enough of them, and splits each topic.
@@ -74,9 +74,9 @@ def load_corpus(
     of_topic: dict[str, list[str]] = {}
     for paragraph, topic in owner.items():
         of_topic.setdefault(topic, []).append(paragraph)
-    large = [topic for topic, paragraphs in of_topic.items() if len(paragraphs) >= fewest_paragraphs]
+    large = [topic for topic, paragraphs in of_topic.items() if len(paragraphs) >= min_paragraphs]
     large.sort(key=lambda topic: (-len(of_topic[topic]), topic))
-    names = tuple(sorted(large[:most_topics]))
+    names = tuple(sorted(large[:max_topics]))
 
     shuffle = random.Random(seed).shuffle
     train: list[Paragraph] = []

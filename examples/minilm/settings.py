@@ -13,7 +13,7 @@ class Settings:
     seed: int = 0
     batch_size: int = 16
     max_length: int = 128  # tokens; longer paragraphs are cut
-    most_topics: int | None = None  # None: all topics that have enough paragraphs
+    max_topics: int | None = None  # None: all topics that have enough paragraphs
     training_steps: int = 108  # two epochs of the default corpus
     exact_steps: int = 30
     learning_rate: float = 3e-4
@@ -29,7 +29,7 @@ FULL = Settings()
 QUICK = Settings(
     quick=True,
     max_length=64,
-    most_topics=6,
+    max_topics=6,
     training_steps=30,
     exact_steps=10,
     warm_up_steps=3,

@@ -98,7 +98,7 @@ def choose_within_budget(
     if choice is None:
         raise MemoryBudgetError(
             "memory_budget_bytes cannot be met by recompute",
-            expected=f"{search.least_peak} bytes or more for these sizes",
+            expected=f"{search.min_peak} bytes or more for these sizes",
             got=budget,
             todo="raise the budget, or use a smaller batch",
         )
@@ -129,7 +129,7 @@ class _Search:
 
     Attributes:
         keep_all: the choice that recomputes nothing but what is recomputed in any case.
-        least_peak: the smallest peak of all choices tried, in bytes.
+        min_peak: the smallest peak of all choices tried, in bytes.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class _Search:
             v: 0 if v in self._always else self._bytes_to_keep(v, results) for n in self._nodes for v in n.outputs
         }
         self.keep_all = self._choice(set())
-        self.least_peak = self.keep_all.peak
+        self.min_peak = self.keep_all.peak
 
     def _peak(self, parts: Cut) -> int:
         return timeline(parts, self._storages, group_gradients(parts) if self._early else ()).peak
@@ -196,7 +196,7 @@ class _Search:
         nodes = self._cut(prices)
         values = {v for n in nodes for v in n.outputs if v not in replay_inputs(n) and v not in prices.kept}
         choice = self._choice(values, sum(self._seconds[n] for n in nodes))
-        self.least_peak = min(self.least_peak, choice.peak)
+        self.min_peak = min(self.min_peak, choice.peak)
         return choice
 
     def _choice(self, values: set[ir.Value], seconds: float = 0.0) -> RecomputeChoice:

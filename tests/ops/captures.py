@@ -15,7 +15,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.values import ATEN
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.op_case import Spec
-from tests.torch_version import most_captures
+from tests.torch_version import max_captures
 
 # The first sizes are captured, the others run on the same capture.
 SIZES: tuple[Mapping[str, int], ...] = ({"b": 3, "s": 4, "h": 6}, {"b": 2, "s": 5, "h": 6}, {"b": 1, "s": 7, "h": 6})
@@ -134,7 +134,7 @@ def check_capture(
                 if eager_value is not None:
                     assert_no_worse_than_eager(label, ours_value, eager_value, exact_value)
     engine = engine_of(ours)
-    assert 1 <= engine.captures <= most_captures(ours), f"{engine.captures} captures"
+    assert 1 <= engine.captures <= max_captures(ours), f"{engine.captures} captures"
     calls = [n.attributes["operator"].as_string() for n in engine._newest.captured.model.graph if n.domain == ATEN]
     assert aten or not calls, f"not converted: {', '.join(calls)}"
     return ours

@@ -14,7 +14,7 @@ from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.values import ATEN
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.torch_version import most_captures
+from tests.torch_version import max_captures
 
 
 def _step(module: torch.nn.Module, inputs: Sequence[Any], dtype: torch.dtype, autocast: bool) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def check_module(
             else:
                 assert_no_worse_than_eager(label, got[name], eager_value, precise[name])
     engine = engine_of(ours)
-    assert 1 <= engine.captures <= most_captures(ours), f"{engine.captures} captures"
+    assert 1 <= engine.captures <= max_captures(ours), f"{engine.captures} captures"
     operators = [n.attributes["operator"].as_string() for n in engine._newest.captured.model.graph if n.domain == ATEN]
     assert aten or not operators, f"not converted: {', '.join(operators)}"
     return ours

@@ -121,7 +121,7 @@ def test_bytes_hold_at_all_sizes() -> None:
 
 
 def test_the_least_budget_of_the_error_can_be_met() -> None:
-    least = least_budget(stack_with(memory_budget_bytes=1000)[1], BATCH)
+    least = min_budget(stack_with(memory_budget_bytes=1000)[1], BATCH)
     _, model = stack_with(memory_budget_bytes=least)
     step(model, BATCH)
     assert peak_of(lambda: step(model, BATCH)) <= 1.02 * least
@@ -137,7 +137,7 @@ def wide_with(module: type[nn.Module] = Stack, **options: Any) -> tuple[Any, ORT
 WIDE = {"x": torch.randn(128, 64, generator=torch.Generator().manual_seed(0))}
 
 
-def least_budget(model: ORTModule, batch: dict[str, torch.Tensor]) -> int:
+def min_budget(model: ORTModule, batch: dict[str, torch.Tensor]) -> int:
     """Return the smallest budget that the error of an impossible budget gives."""
     with pytest.raises(MemoryBudgetError) as caught:
         step(model, batch)
@@ -150,7 +150,7 @@ def test_gradients_are_accumulated_early_if_nothing_else_fits() -> None:
     module, plain = wide_with()
     expected = gradients(plain, module, WIDE)
     held = sum(p.nbytes for p in module.parameters())
-    least = least_budget(wide_with(memory_budget_bytes=1)[1], WIDE)
+    least = min_budget(wide_with(memory_budget_bytes=1)[1], WIDE)
     assert least < held  # all gradients together do not fit
     module, model = wide_with(memory_budget_bytes=least)
     assert_same(gradients(model, module, WIDE), expected)
@@ -187,7 +187,7 @@ class WithFunction(Stack):
 def test_gradients_that_leave_together_count_together() -> None:
     """Backward cannot be split where a custom autograd function runs."""
     module, model = wide_with(WithFunction, memory_budget_bytes=1)
-    assert least_budget(model, WIDE) > sum(p.nbytes for p in module.parameters())
+    assert min_budget(model, WIDE) > sum(p.nbytes for p in module.parameters())
 
 
 def test_auto_keeps_everything_where_there_is_room() -> None:

@@ -266,7 +266,7 @@ def _becomes_true(condition: Callable[[], bool]) -> bool:
 
 def test_compilers_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_compilation, "is_compiling", lambda: True)
-    result = background_compilation.measure(MLP, lambda _: None, most_s=0.1)
+    result = background_compilation.measure(MLP, lambda _: None, max_s=0.1)
     assert len(result["during_s"]) == len(result["alone_s"]) >= 1
 
 
@@ -309,7 +309,7 @@ def test_a_warm_up_ends_in_time_beside_a_thread_that_makes_programs() -> None:
     thread.start()
     try:
         assert steady_state.is_compiling()
-        steady_state.warm_up({}, [{}], lambda _: None, most_s=0.3)
+        steady_state.warm_up({}, [{}], lambda _: None, max_s=0.3)
     finally:
         ended.set()
         thread.join()

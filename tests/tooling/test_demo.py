@@ -136,21 +136,21 @@ def test_the_reference_text_gives_enough_topics_and_no_paragraph_twice() -> None
 def test_the_corpus_depends_on_nothing_but_the_seed() -> None:
     assert load_corpus(seed=3) == load_corpus(seed=3)
     assert load_corpus(seed=3) != load_corpus(seed=4)
-    assert len(load_corpus(seed=0, most_topics=6).topics) == 6
+    assert len(load_corpus(seed=0, max_topics=6).topics) == 6
 
 
 def test_a_paragraph_of_several_topics_belongs_to_the_most_specific() -> None:
     shared = [f"shared words number {n} and some more of them here" for n in range(5)]
     own = [f"own words number {n} and some more of them here" for n in range(9)]
     texts = {"all of it": "\n\n".join((*own, *shared)), "part": "\n \n".join((*shared, "too short"))}
-    corpus = load_corpus(seed=0, texts=texts, fewest_paragraphs=5)
+    corpus = load_corpus(seed=0, texts=texts, min_paragraphs=5)
     labels = {paragraph.text: corpus.topics[paragraph.label] for paragraph in (*corpus.train, *corpus.held_out)}
     assert labels == {**dict.fromkeys(own, "all of it"), **dict.fromkeys(shared, "part")}
-    assert load_corpus(seed=0, texts=texts, fewest_paragraphs=6).topics == ("all of it",)
+    assert load_corpus(seed=0, texts=texts, min_paragraphs=6).topics == ("all of it",)
 
 
 def test_batches_are_full_padded_to_their_longest_and_shuffled_anew_each_epoch() -> None:
-    corpus = load_corpus(seed=0, most_topics=2)
+    corpus = load_corpus(seed=0, max_topics=2)
     sizes = {"batch_size": 16, "max_length": 30}
     per_epoch = len(corpus.train) // 16
     batches = training_batches(corpus, Letters(), steps=2 * per_epoch, seed=0, **sizes)
@@ -165,7 +165,7 @@ def test_batches_are_full_padded_to_their_longest_and_shuffled_anew_each_epoch()
 
 
 def test_a_batch_larger_than_the_corpus_is_refused() -> None:
-    corpus = load_corpus(seed=0, most_topics=2)
+    corpus = load_corpus(seed=0, max_topics=2)
     with pytest.raises(ValueError, match="expected a batch size from 1 to"):
         training_batches(corpus, Letters(), steps=1, batch_size=10_000, max_length=8, seed=0)
 

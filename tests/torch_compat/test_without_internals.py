@@ -51,7 +51,7 @@ def check(outcome: Outcome) -> None:
     if "in PyTorch" not in cost and MODELS[outcome.model].falls_back is None:
         assert not outcome.fallbacks, f"{outcome.model} without {outcome.without}: {outcome.fallbacks}"
         several = entry is None or "captures" in cost or "specialize" in cost
-        most = math.inf if several else outcome.most_captures
+        most = math.inf if several else outcome.max_captures
         assert 1 <= outcome.captures <= most, f"{outcome.captures} captures of {outcome.model}"
     elif entry is not None and entry.required:
         assert len(outcome.fallbacks) == 1, f"{outcome.model} without {outcome.without}: {outcome.fallbacks}"

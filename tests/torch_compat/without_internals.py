@@ -134,7 +134,7 @@ class Outcome:
     without: str
     model: str
     captures: int = 0
-    most_captures: int = 0
+    max_captures: int = 0
     fallbacks: tuple[str, ...] = ()
     error: str = ""
 
@@ -173,7 +173,7 @@ def train(without: str, name: str) -> Outcome:
     """Compare a model's gradients at all its sizes with eager's, and its parameters after two steps."""
     entry = MODELS[name]
     try:
-        from tests.torch_version import most_captures
+        from tests.torch_version import max_captures
         from tests.zoo.checks import Comparison, count_captures, fallbacks
         from tests.zoo.test_zoo import MOMENTUM
 
@@ -184,7 +184,7 @@ def train(without: str, name: str) -> Outcome:
                 compare.train(*sizes)
             compare.train_steps(MOMENTUM)
         captures = count_captures(compare.got.run)
-        most = most_captures(compare.got.run) if captures else 0
+        most = max_captures(compare.got.run) if captures else 0
         return Outcome(without, name, captures, most, tuple(fallbacks(caught)))
     except Exception:  # noqa: BLE001  each error is an outcome
         return Outcome(without, name, error=traceback.format_exc())

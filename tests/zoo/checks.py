@@ -23,7 +23,7 @@ from onnxtrain.execute import tolerance
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.device_under_test import device, drop_comparably, exact_functions, random_state
-from tests.torch_version import most_captures
+from tests.torch_version import max_captures
 from tests.zoo.entry import Call, ZooModel
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
@@ -282,7 +282,7 @@ def compared(
     if entry.falls_back is None:
         assert not texts, texts
         count = count_captures(compare.got.run)
-        most = most_captures(compare.got.run) if captures == 1 else captures
+        most = max_captures(compare.got.run) if captures == 1 else captures
         assert count > 0 if most is None else (captures or 1) <= count <= most, f"{count} captures"
     else:
         assert len(texts) == 1, texts

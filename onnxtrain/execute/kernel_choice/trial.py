@@ -68,7 +68,7 @@ class Trial:
         chosen: the kernel that is settled for the shapes of the last call, or None.
     """
 
-    def __init__(self, node: ir.Node, device: str, answers: Answers, measuring: bool, most_seconds: float) -> None:
+    def __init__(self, node: ir.Node, device: str, answers: Answers, measuring: bool, max_seconds: float) -> None:
         """Set up a trial.
 
         Args:
@@ -76,13 +76,13 @@ class Trial:
             device: the type of the device.
             answers: all answers so far; grows.
             measuring: whether to try candidates; otherwise only earlier answers count.
-            most_seconds: how long one question may be measured.
+            max_seconds: how long one question may be measured.
         """
         definition = definition_of(node)
         self.chosen: Kernel | None = None
         self._view = definition.view(node)
         self._kernels = definition.candidates(node, device)
-        self._answers, self._measuring, self._most_seconds = answers, measuring, most_seconds
+        self._answers, self._measuring, self._max_seconds = answers, measuring, max_seconds
         self._cases: dict[Shapes, _Case] = {}
         self._question = question(node)
         # "..." in an axis map is batch axes that a GEMM flattens: rows [16, 128, 384] ask the question of [2048, 384].
@@ -110,7 +110,7 @@ class Trial:
         seconds = time.perf_counter() - started
         waited = _THREADS.seconds_since(before)
         answer.add(name, seconds * case.scale, waited * case.scale)
-        answer.settle(tuple(case.candidates), at_once=answer.spent > self._most_seconds)
+        answer.settle(tuple(case.candidates), at_once=answer.spent > self._max_seconds)
         self.chosen = case.choice
         return result
 

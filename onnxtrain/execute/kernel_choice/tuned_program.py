@@ -93,7 +93,7 @@ class TunedProgram(Program):
         self._tunable = tunable
         self._measuring = bool(options.tuning)
         limit_ms = float("inf") if isinstance(options.tuning, bool | str) else options.tuning
-        self._most_seconds = limit_ms / 1000
+        self._max_seconds = limit_ms / 1000
         self._file = file_of(options.cache_dir)
         self._trials: dict[ir.Node, Trial] = {}
         self._trying: Program | None = None
@@ -123,7 +123,7 @@ class TunedProgram(Program):
         if self._trying is None:
             answers = answers_in(self._file)
             self._trials = {
-                node: Trial(node, self._device.type, answers, self._measuring, self._most_seconds)
+                node: Trial(node, self._device.type, answers, self._measuring, self._max_seconds)
                 for node in self._tunable
             }
             self._trying = self._with_kernels(f"{self._name} trying", self._trial_or_expected)
