@@ -34,19 +34,26 @@ def torchrun(module: str, *arguments: str, restarts: int = 0) -> subprocess.Comp
     return done
 
 
-@pytest.mark.parametrize("name", ["torchrun_ddp", "torchrun_tp", "torchrun_pipeline"])
-def test_examples_learn(name: str) -> None:
-    losses = [float(text) for text in re.findall(r"loss (\S+)", torchrun(f"examples.{name}").stdout)]
+def assert_learns(done: subprocess.CompletedProcess[str]) -> None:
+    losses = [float(text) for text in re.findall(r"loss (\S+)", done.stdout)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["torchrun_ddp", "torchrun_tp", "torchrun_pipeline"])
+def test_examples_learn(name: str) -> None:
+    assert_learns(torchrun(f"examples.{name}"))
+
+
+def test_the_example_of_sharded_graphs_learns_and_saves(tmp_path: Path) -> None:
+    assert_learns(torchrun("examples.torchrun_sharded_graph", str(tmp_path / "checkpoint")))
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_the_example_of_zero_stage_3_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    losses = [float(text) for text in re.findall(r"loss (\S+)", torchrun("tests.distributed.zero3").stdout)]
-    assert len(losses) == 6
-    assert losses[-1] < losses[0]
+    assert_learns(torchrun("tests.distributed.zero3"))
 
 
 def test_a_killed_run_goes_on_with_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
