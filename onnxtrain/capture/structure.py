@@ -20,6 +20,8 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
+from onnxtrain.capture.sharded.layout import dtensor_class, is_sharded
+from onnxtrain.capture.sharded.value import opened
 from onnxtrain.errors import ORTModuleIOError
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.collectives import completed
@@ -275,7 +277,7 @@ class _Flattener:
         self._ancestors: set[int] = set()  # ids of the enclosing containers: one that contains itself has no tree
 
     def tree(self, value: Any, path: str) -> Tree:
-        if isinstance(value, torch.Tensor) and not hasattr(type(value), "opened"):
+        if isinstance(value, torch.Tensor) and not is_sharded(value):
             slot = self._slots.get(id(value))
             if slot is None:
                 slot = self._slots[id(value)] = Slot("tensor", len(self.tensors))
@@ -301,7 +303,7 @@ class _Flattener:
         self._ancestors.add(id(value))
         trees = tuple(self.tree(child, path + step) for child, step in zip(children, steps, strict=True))
         self._ancestors.discard(id(value))
-        return Node(type(value), key, trees, tuple(steps), build)
+        return Node(dtensor_class() if is_sharded(value) else type(value), key, trees, tuple(steps), build)
 
     def _unsupported(self, value: Any, path: str) -> ORTModuleIOError:
         return ORTModuleIOError(
@@ -322,8 +324,8 @@ _Container: TypeAlias = tuple[Iterable[Any], Sequence[str], Hashable, Callable[[
 def _open_container(value: Any) -> _Container | None:
     """Return the children of a container, their path steps, its key and its builder; None for any other value."""
     kind = type(value)
-    if hasattr(kind, "opened"):  # stands for a DTensor in a capture
-        return value.opened()  # type: ignore[no-any-return]
+    if is_sharded(value):  # a DTensor, or its stand-in in a capture
+        return opened(value)
     if kind is dict:
         keys = tuple(value)
         return (

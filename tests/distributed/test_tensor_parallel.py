@@ -212,7 +212,6 @@ class Misused(nn.Module):
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "dropout": (lambda y: F.dropout(y, 0.5), "dropout has a DTensor"),
     "no rule": (lambda y: torch.cumsum(y, 0), "no rule"),
     "comparison": (lambda y: torch.where(y > 0, y, -y), "no rule"),
     "sharded dimension": (lambda y: torch.softmax(y, -1), "dimensions that a graph does not support"),

@@ -140,7 +140,7 @@ REPLICATED = Layout("replicated")
 PARTIAL = Layout("partial")
 
 
-def sharding_of(tensor: torch.Tensor) -> tuple[Layout, Group]:
+def sharding_of(tensor: torch.Tensor, may_be_partial: bool = False) -> tuple[Layout, Group]:
     """Return the layout and group of a DTensor.
 
     Raises:
@@ -148,10 +148,12 @@ def sharding_of(tensor: torch.Tensor) -> tuple[Layout, Group]:
     """
     group = Group.from_mesh(tensor.device_mesh)  # type: ignore[attr-defined]  # of a DTensor
     layout = Layout.from_placement(tensor.placements[0], tensor.dim())  # type: ignore[attr-defined]
-    if layout.kind == "partial" or (layout.kind == "sharded" and tensor.shape[layout.axis] % group.size):
+    is_refused = layout.kind == "partial" and not may_be_partial
+    if is_refused or (layout.kind == "sharded" and tensor.shape[layout.axis] % group.size):
+        partial = ", or Partial()" if may_be_partial else ""
         raise CaptureError(
-            "a DTensor parameter is laid out as a graph does not support",
-            expected=f"Replicate(), or Shard(dim) of a dimension that {group.size} ranks divide evenly",
+            f"a DTensor {'' if may_be_partial else 'parameter '}is laid out as a graph does not support",
+            expected=f"Replicate(){partial}, or Shard(dim) of a dimension that {group.size} ranks divide evenly",
             got=f"{layout} of {list(tensor.shape)}",
             todo="the module runs in PyTorch; choose sizes that the ranks divide evenly",
         )

@@ -23,7 +23,11 @@ Rule: TypeAlias = Callable[..., Any]
 
 def apply(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Apply a function of PyTorch to arguments of which some are sharded values."""
-    name = getattr(function, "__name__", "").strip("_")
+    raw_name = getattr(function, "__name__", "")
+    name = raw_name.strip("_")
+    if kwargs.get("inplace") or (raw_name.endswith("_") and not raw_name.endswith("__")):
+        # Values that were made of its former elements, such as a gathered one, would change or stay by chance.
+        raise refuse(f"{name} changes a DTensor in place", "a function that returns another DTensor")
     rule = _RULES.get(name)
     if rule is None:
         raise refuse("an operator on DTensors has no rule for a capture", got=name or repr(function))
@@ -85,10 +89,22 @@ def _on_locals(
     return sharded_arguments(args, kwargs)[0].with_local(result, layout)
 
 
+def _converted(function: Function, x: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
+    """Convert to a dtype, which may be that of another value, whose layout does not matter."""
+    args = tuple(argument.dtype if isinstance(argument, ShardedValue) else argument for argument in args)
+    return _elementwise(torch.Tensor.to, x, *args, **kwargs)
+
+
 def _dropout(function: Function, x: ShardedValue, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    if training and p > 0:
-        raise refuse("dropout has a DTensor, whose mask PyTorch samples by device-specific rules", "p=0 or eval mode")
-    return x
+    """Drop elements of the tensor of this rank, as PyTorch does on a CPU."""
+    if not training or p == 0:
+        return x
+    if x.device.type != "cpu":
+        problem = "dropout has a DTensor on a device whose generator PyTorch moves on for the other ranks"
+        raise refuse(problem, "cpu, p=0 or eval mode", x.device.type)
+    if x.layout == PARTIAL:
+        raise refuse("dropout has a DTensor with the placement Partial()", "Replicate() or Shard(dim)")
+    return x.with_local(F.dropout(x.local, p))
 
 
 # Functions of dimensions
@@ -225,10 +241,11 @@ def _expect_layout(operand: str, value: Any, layout: Layout) -> None:
 _ELEMENTWISE = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "div", "true_divide", "pow", "rpow", "neg",
     "relu", "gelu", "silu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "square", "abs", "float", "half", "bfloat16",
-    "double", "to", "type_as", "detach", "contiguous", "clone",
+    "double", "detach", "contiguous", "clone",
 )  # fmt: skip
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(("to", "type_as"), _converted),
     **dict.fromkeys(("mean", "sum", "amax", "softmax", "log_softmax"), _over_other_dims),
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
     **dict.fromkeys(("view", "reshape"), _view),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from onnxtrain.capture import source_location
-from onnxtrain.capture.sharded.layout import PARTIAL, REPLICATED, Group, Layout, dtensor_class
+from onnxtrain.capture.sharded.layout import PARTIAL, REPLICATED, Group, Layout, dtensor_class, sharding_of
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.collective.transfers import OPERATORS
 
@@ -79,16 +79,6 @@ class ShardedValue:
     def with_local(self, local: torch.Tensor, layout: Layout | None = None) -> ShardedValue:
         """Return a value on the same ranks, by default with the same layout."""
         return ShardedValue(self.group, layout or self.layout, local)
-
-    def opened(self) -> tuple[list[torch.Tensor], list[str], Any, Callable[[list[torch.Tensor]], Any]]:
-        """Return it as a result of forward: a container of the local tensor, from which each call makes a DTensor."""
-        mesh, placements = self.group.mesh, (self.layout.placement(),)
-        kind = dtensor_class()
-
-        def build(children: list[torch.Tensor]) -> Any:
-            return kind.from_local(children[0], mesh, placements, run_check=False)
-
-        return [self.local], [".local"], (self.layout, self.group), build
 
     # The interface of DTensor
 
@@ -207,6 +197,34 @@ class ShardedValue:
         return partial(_call, function, self)
 
 
+def opened(value: Any) -> tuple[list[torch.Tensor], list[str], Any, Callable[[list[torch.Tensor]], Any]]:
+    """Return a DTensor, or its stand-in, as a container of the tensor of this rank.
+
+    The container is rebuilt as a DTensor, or in a trace as its stand-in.
+
+    Raises:
+        CaptureError: a graph does not support the layout.
+    """
+    if issubclass(type(value), ShardedValue):
+        layout, group, local = value.layout, value.group, value.local
+    else:
+        layout, group = sharding_of(value, may_be_partial=True)
+        gradients = (
+            REPLICATED if layout == PARTIAL else layout
+        )  # the cotangent of each term of a sum is that of the sum
+        local = value.to_local(grad_placements=(gradients.placement(),))
+    mesh, placements = group.mesh, (layout.placement(),)
+    kind = dtensor_class()
+
+    def build(children: list[torch.Tensor]) -> Any:
+        (rebuilt,) = children
+        if type(rebuilt) not in (torch.Tensor, torch.nn.Parameter):  # of a trace
+            return ShardedValue(group, layout, rebuilt)
+        return kind.from_local(rebuilt, mesh, placements, run_check=False)
+
+    return [local], [".local"], (layout, group), build
+
+
 def _call(function: Callable[..., Any], receiver: ShardedValue, *args: Any, **kwargs: Any) -> Any:
     return ShardedValue.apply(function, (receiver, *args), kwargs)
 
@@ -225,9 +243,21 @@ def _refused(name: str) -> Callable[..., Any]:
     return operate
 
 
-# Without these, Python would take the object itself: `if x` would always hold.
-for _name in ("bool", "len", "iter", "eq", "ne", "lt", "le", "gt", "ge", "contains", "int", "float", "index"):
+def _refused_in_place(name: str) -> Callable[..., Any]:
+    def operate(self: ShardedValue, other: Any) -> Any:
+        raise refuse(f"an operator changes a DTensor in place: {name}", "one that returns another DTensor")
+
+    return operate
+
+
+# Without these, Python would take the object itself: `if x` would always hold, and `x += 1` would be `x = x + 1`.
+for _name in (
+    *("bool", "len", "iter", "eq", "ne", "lt", "le", "gt", "ge", "contains", "int", "float", "index"),
+    *("getitem", "matmul", "rmatmul"),
+):
     setattr(ShardedValue, f"__{_name}__", _refused(_name))
+for _name in ("iadd", "isub", "imul", "itruediv", "ipow", "imatmul"):
+    setattr(ShardedValue, f"__{_name}__", _refused_in_place(_name))
 for _name in ("add", "sub", "mul", "truediv", "pow"):
     for _prefix in ("__", "__r"):
         setattr(ShardedValue, f"{_prefix}{_name}__", _operator(f"{_prefix}{_name}__"))
