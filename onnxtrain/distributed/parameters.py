@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from onnxtrain.capture.sharded.layout import GATHERING, Gathering
 from onnxtrain.errors import OptionError
@@ -29,7 +31,7 @@ def shard_parameters(
 
     Args:
         module: has the same parameters on each rank, as after `torch.manual_seed` with one seed.
-        mesh: of one dimension.
+        mesh: of one dimension, or of two (HSDP): ranks that differ in the first have replicas of the same shards.
         least_bytes: the parameters that forward reads last, together of at least this size, stay gathered for
             backward. At least 1.
         bucket_bytes: the most bytes of whole parameters, or of gradients, that one collective communicates. Smaller
@@ -39,27 +41,43 @@ def shard_parameters(
             a number of bytes, the same on all ranks, limits each to an eighth of it.
 
     Raises:
-        OptionError: the mesh has several dimensions, a parameter is a scalar, `least_bytes` is below 1, or another
-            number of bytes below 0.
+        OptionError: the mesh has more than two dimensions, a parameter is a scalar or sharded otherwise, as by
+            `parallelize_module`, `least_bytes` is below 1, or another number of bytes below 0.
     """
-    if mesh.ndim != 1:
-        todo = "pass a submesh, such as mesh['dp']"
-        raise OptionError("The mesh is not supported.", "shard_parameters", "a mesh of one dimension", str(mesh), todo)
+    if mesh.ndim > 2:
+        expected, todo = "a mesh of one or two dimensions", "pass a submesh, such as mesh['replicate', 'shard']"
+        raise OptionError("The mesh is not supported.", "shard_parameters", expected, str(mesh), todo)
+    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
     _check_bytes(least_bytes, bucket_bytes, in_flight_bytes)
     sharded: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for path, submodule in module.named_modules():
         for name, parameter in submodule._parameters.items():
+            where = f"{path}.{name}".lstrip(".")
+            if isinstance(parameter, DTensor):
+                _check_layout(parameter, where, mesh, placements)
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             if parameter.dim() == 0:
-                where, todo = f"{path}.{name}".lstrip("."), "give it the shape (1,)"
+                todo = "give it the shape (1,)"
                 raise OptionError("A scalar parameter cannot be sharded.", where, "a dimension", "none", todo)
             if parameter not in sharded:
-                shards = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                shards = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
                 sharded[parameter] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
             submodule._parameters[name] = sharded[parameter]
     module.__dict__[GATHERING] = Gathering(least_bytes, bucket_bytes, in_flight_bytes)
     return module
+
+
+def _check_layout(parameter: DTensor, where: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Raise OptionError if a parameter is sharded, but otherwise."""
+    if parameter.device_mesh != mesh or tuple(parameter.placements) != tuple(placements):
+        raise OptionError(
+            "A parameter is sharded already, in another way.",
+            where,
+            expected=f"a plain parameter, or one with {placements} on {mesh}",
+            got=f"{parameter.placements} on {parameter.device_mesh}",
+            todo="with tensor parallelism, call fully_shard on each block instead: the blocks are then graphs",
+        )
 
 
 def _check_bytes(least_bytes: int, bucket_bytes: int, in_flight_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import re
 import weakref
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import onnxtrain
@@ -133,8 +135,11 @@ def test_parameters_are_gathered_in_both_directions(mesh: DeviceMesh) -> None:
     assert (backward["GatherParameters"], backward["ReduceGradients"]) == (2, count)  # of `up` and `down` the weights
 
 
-def test_a_state_dict_is_that_of_fully_shard(fake_mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("shape", [(2,), (1, 2), (2, 1)], ids=str)
+def test_a_state_dict_is_that_of_fully_shard(shape: tuple[int, ...], fake_mesh: DeviceMesh) -> None:
     eager = Model()
+    if len(shape) == 2:
+        fake_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     for block in eager.blocks:
         fully_shard(block, mesh=fake_mesh)
     expected = fully_shard(eager, mesh=fake_mesh).state_dict()
@@ -395,7 +400,7 @@ REFUSED: dict[str, tuple[Callable[[Model, DeviceMesh], None], str]] = {
     "a plain parameter": (plain, r"not sharded: the gradients of the ranks would not be averaged.*head.weight"),
     "a replicated parameter": (replicated, r"Shard\(0\).*Replicate\(\)"),
     "another dimension": (by_columns, r"head.weight.*Shard\(0\).*Shard\(1\)"),
-    "a mesh of two dimensions": (on_two_dimensions, "a mesh of one dimension"),
+    "two dimensions": (on_two_dimensions, r"Replicate\(\), Shard\(0\).*Shard\(0\), Shard\(1\)"),
     "a buffer": (buffered, "a buffer is sharded"),
     "hooks": (hooked, "submodules have hooks"),
     "no shards": (nothing_sharded, "0 meshes"),
@@ -429,13 +434,15 @@ def test_blocks_are_not_prepared_alone(mesh: DeviceMesh) -> None:
     assert not onnxtrain.report_of(model).by_block
 
 
-@pytest.mark.parametrize("problem", ["mesh", "scalar", "bytes"])
+@pytest.mark.parametrize("problem", ["mesh", "scalar", "bytes", "fully_shard"])
 def test_what_cannot_be_sharded_is_refused(problem: str, mesh: DeviceMesh) -> None:
     module = nn.Linear(2, 2)
     if problem == "scalar":
         module.scale = nn.Parameter(torch.tensor(1.0))
     elif problem == "mesh":
-        mesh = init_device_mesh("cpu", (1, 1))
+        mesh = init_device_mesh("cpu", (1, 1, 1))
+    elif problem == "fully_shard":
+        parallelize_module(module, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), ColwiseParallel())
     with pytest.raises(errors.OptionError, match=problem):
         shard_parameters(module, mesh, int(problem != "bytes"))
 
@@ -456,11 +463,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(options: dict[str, Any] | None, world: int, dtype: torch.dtype, plain: bool) -> tuple[list[Any], nn.Module]:
+def train(
+    options: dict[str, Any] | None, shape: tuple[int, ...], dtype: torch.dtype, plain: bool
+) -> tuple[list[Any], nn.Module]:
     """Train with dropout; each rank has batches of its own, of several lengths. Without options: FSDP2 over eager."""
     torch.manual_seed(0)
     model = Model(plain, tied=not plain, layers=3).to(dtype)
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     if options is None:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
@@ -470,7 +479,7 @@ def train(options: dict[str, Any] | None, world: int, dtype: torch.dtype, plain:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     losses = []
     for step in range(STEPS):
-        seed = world * step + dist.get_rank()
+        seed = mesh.size() * step + dist.get_rank()
         torch.manual_seed(seed)
         loss = subject(*batch(seed, 4 + seed % 3))
         loss.backward()
@@ -480,14 +489,15 @@ def train(options: dict[str, Any] | None, world: int, dtype: torch.dtype, plain:
     return [*losses, *(p.full_tensor().detach() for p in model.parameters())], subject  # type: ignore[attr-defined]
 
 
-def work(rank: int, store: str, world: int) -> None:
+def work(rank: int, store: str, shape: tuple[int, ...], ways: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
+    world = math.prod(shape)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     for plain in (True, False):
-        theirs, _ = train(None, world, torch.float32, plain)
-        exact, _ = train(None, world, torch.float64, plain)
-        for name, options in WAYS.items():
-            got, subject = train(options, world, torch.float32, plain)
+        theirs, _ = train(None, shape, torch.float32, plain)
+        exact, _ = train(None, shape, torch.float64, plain)
+        for name, options in ((way, WAYS[way]) for way in ways):
+            got, subject = train(options, shape, torch.float32, plain)
             for number, (ours, eager, right) in enumerate(zip(got, theirs, exact, strict=True)):
                 if plain and world == 2:  # of more ranks, gloo adds the gradients in an order that offsets decide
                     assert torch.equal(ours, eager), (name, number)
@@ -501,7 +511,9 @@ def work(rank: int, store: str, world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_training_is_that_of_fsdp_over_eager(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 1), (2, 2)], ids=str)
+def test_training_is_that_of_fsdp_over_eager(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Of two dimensions, the first is that of replicas."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    mp.start_processes(work, (str(tmp_path / "store"), world), world, start_method="forkserver")
+    ways = tuple(WAYS) if len(shape) == 1 else ("in buckets", "early", "gradients at the end")
+    mp.start_processes(work, (str(tmp_path / "store"), shape, ways), math.prod(shape), start_method="forkserver")

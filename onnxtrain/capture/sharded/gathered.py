@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.sharded.layout import Group, Layout, dtensor_class, gathering_of, is_sharded
+from onnxtrain.capture.sharded.layout import REPLICATED, Group, Layout, dtensor_class, gathering_of, is_sharded
 from onnxtrain.capture.sharded.parameters import LocalTensors, ShardedParameters
 from onnxtrain.errors import CaptureError
 from onnxtrain.graph import sizes, traversal
@@ -37,7 +38,7 @@ class GatheredParameters(LocalTensors):
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
-        self._group = _group_of(module)
+        self._ranks = _ranks_of(module)
 
     @contextmanager
     def as_values(self) -> Iterator[None]:
@@ -56,11 +57,13 @@ class GatheredParameters(LocalTensors):
 
     def _gathered(self, shard: torch.Tensor, rows: int) -> torch.Tensor:
         """Gather a parameter of this many rows; the last shards may be smaller than the others, or empty."""
-        group = self._group
+        group, replicas = self._ranks
         missing = -(-rows // group.size) - shard.shape[0]
         if missing:
             shard = torch.cat([shard, shard.new_zeros((missing, *shard.shape[1:]))])
-        pending = torch.ops.onnxtrain.gather_parameter(shard, group.size, group.rank, group.name)
+        pending = torch.ops.onnxtrain.gather_parameter(
+            shard, group.size, group.rank, group.name, replicas.size, replicas.name
+        )
         padded: torch.Tensor = OPERATORS.wait_collective(pending, shard)
         return padded if padded.shape[0] == rows else padded.narrow(0, 0, rows)
 
@@ -74,20 +77,33 @@ def sharded_parameters(module: torch.nn.Module) -> GatheredParameters | ShardedP
     return ShardedParameters(module) if gathering_of(module) is None else GatheredParameters(module)
 
 
-def _group_of(module: torch.nn.Module) -> Group:
+class _Ranks(NamedTuple):
+    """Where parameters are: each rank of `shards` has a part, each of `replicas` has the same part.
+
+    Without replicas, that is a group of size 1 without a name.
+    """
+
+    shards: Group
+    replicas: Group
+
+
+def _ranks_of(module: torch.nn.Module) -> _Ranks:
     """Return the ranks over which all parameters of a module are sharded.
 
     Raises:
-        CaptureError: they are not all sharded, or not along their first dimension over one mesh of one dimension.
+        CaptureError: they are not all sharded, or not along their first dimension over one mesh.
     """
-    groups: dict[str, Group] = {}
+    groups: dict[tuple[str, str], _Ranks] = {}
     for name, tensor in module.named_parameters():
         if is_sharded(tensor):
-            group = Group.from_mesh(tensor.device_mesh)  # type: ignore[attr-defined]  # of a DTensor
-            groups[group.name] = group
-            layout = Layout.from_placement(tensor.placements[0], tensor.dim())  # type: ignore[attr-defined]
-            if layout != Layout("sharded", 0):
-                raise _refused("a parameter is not sharded along its first dimension", name, "Shard(0)", str(layout))
+            ranks = _ranks_of_mesh(tensor.device_mesh)  # type: ignore[attr-defined]  # of a DTensor
+            groups[ranks.shards.name, ranks.replicas.name] = ranks
+            placements = tensor.placements  # type: ignore[attr-defined]
+            layouts = [Layout.from_placement(placement, tensor.dim()) for placement in placements]
+            if layouts != [*[REPLICATED] * (len(layouts) - 1), Layout("sharded", 0)]:
+                got = ", ".join(map(str, layouts))
+                expected = ", ".join([*["Replicate()"] * (len(layouts) - 1), "Shard(0)"])
+                raise _refused("a parameter is not sharded along its first dimension", name, expected, got)
         elif tensor.requires_grad:
             problem = "a parameter is not sharded: the gradients of the ranks would not be averaged"
             raise _refused(problem, name, "a DTensor, or requires_grad=False", type(tensor).__name__)
@@ -98,6 +114,20 @@ def _group_of(module: torch.nn.Module) -> Group:
         if is_sharded(buffer):
             raise _refused("a buffer is sharded", name, "a torch.Tensor", dtensor_class().__name__)
     return next(iter(groups.values()))
+
+
+def _ranks_of_mesh(mesh: Any) -> _Ranks:
+    """Return the ranks of a mesh of one dimension, or of two: replicas, and shards.
+
+    Raises:
+        CaptureError: the mesh has more dimensions, or this process is not in it.
+    """
+    if mesh.ndim != 2 or mesh.get_coordinate() is None:
+        return _Ranks(Group.from_mesh(mesh), Group(mesh, "", 1, 0))
+    replicas, shards = (
+        Group(mesh, mesh.get_group(dim).group_name, mesh.size(dim), mesh.get_local_rank(dim)) for dim in range(2)
+    )
+    return _Ranks(shards, replicas)
 
 
 def _refused(problem: str, where: str, expected: str, got: str) -> CaptureError:

@@ -3,6 +3,8 @@
     GatherParameters(xs)   of each x the shards of all ranks, one after another along axis 0
     ReduceGradients(xs)    of each x the mean over the ranks, of which each rank gets its part of axis 0
 
+Where other ranks have replicas of the shards (HSDP), the mean is also over the `replicas` ranks of `replica_group`.
+
 The ranks compute with different data, so that the gradient of a parameter is the mean of theirs. A gathered parameter
 is the same each time: backward may gather it again instead of keeping it. With `keep=1` it is kept. `orders`
 numbers the parameters of a graph by their first readers in forward. A capture gathers each parameter by itself;
@@ -11,7 +13,7 @@ numbers the parameters of a graph by their first readers in forward. A capture g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -28,6 +30,7 @@ from onnxtrain.ops.collective.transfers import (
     Operator,
     all_gather,
     capture_operator,
+    complete,
     gathered_on_fakes,
     wait,
 )
@@ -50,18 +53,28 @@ def _gather_parameters(xs: Sequence[Tensor], size: int, group: str) -> Sequence[
     return results
 
 
-def _reduce_gradient(x: Tensor, size: int, group: str) -> Tensor:
+def _reduce_gradient(x: Tensor, size: int, group: str, replicas: int, replica_group: str) -> Tensor:
     if size == 1:
-        return x.clone()
+        return _mean_over_replicas([x.clone()], replicas, replica_group)[0]
     terms, reduction = _terms([x], size)
     result: Tensor = functional_collectives.reduce_scatter_tensor(terms[0], reduction, size, group)
-    return result
+    return _mean_over_replicas([result], replicas, replica_group)[0]
 
 
-def _reduce_gradients(xs: Sequence[Tensor], size: int, group: str) -> Sequence[Tensor]:
+def _reduce_gradients(
+    xs: Sequence[Tensor], size: int, group: str, replicas: int, replica_group: str
+) -> Sequence[Tensor]:
     if size == 1:
-        return [x.clone() for x in xs]
+        return _mean_over_replicas([x.clone() for x in xs], replicas, replica_group)
     results: list[Tensor] = functional_collectives.reduce_scatter_tensor_coalesced(*_terms(xs, size), size, group)
+    return _mean_over_replicas(results, replicas, replica_group)
+
+
+def _mean_over_replicas(xs: Sequence[Tensor], replicas: int, group: str) -> Sequence[Tensor]:
+    if replicas == 1:
+        return xs
+    terms = [complete(x) / replicas for x in xs]
+    results: list[Tensor] = functional_collectives.all_reduce_coalesced(terms, "sum", group)
     return results
 
 
@@ -82,11 +95,14 @@ def _gradient(op: Builder, n: NodeView, *dys: ir.Value | None) -> Sequence[ir.Va
     return gradients
 
 
-def _lower(one: Callable[..., Tensor], several: Callable[..., Sequence[Tensor]]) -> Callable[..., Call]:
-    def lower(n: NodeView, xs: Sequence[Any]) -> Call:
-        return Call(one, xs[0], n.size, n.group) if len(xs) == 1 else Call(several, xs, n.size, n.group)
+def _lower_gather(n: NodeView, xs: Sequence[Any]) -> Call:
+    one, several = all_gather, _gather_parameters
+    return Call(one, xs[0], n.size, n.group) if len(xs) == 1 else Call(several, xs, n.size, n.group)
 
-    return lower
+
+def _lower_reduction(n: NodeView, xs: Sequence[Any]) -> Call:
+    ranks = n.size, n.group, n.replicas, n.replica_group
+    return Call(_reduce_gradient, xs[0], *ranks) if len(xs) == 1 else Call(_reduce_gradients, xs, *ranks)
 
 
 def _gathered_types(n: NodeView) -> Sequence[TensorType]:
@@ -109,8 +125,9 @@ def _one_per_input(inputs: Sequence[ir.Value | None], attributes: Mapping[str, A
     return len(inputs)
 
 
-_OPERATOR = Operator(f"gather_parameter(Tensor x, {IN_GROUP})", gathered_on_fakes)
-_ATTRIBUTES: dict[str, Any] = {**GROUP, "orders": (), "bucket_bytes": 0, "in_flight_bytes": 0}
+_OPERATOR = Operator(f"gather_parameter(Tensor x, {IN_GROUP}, int replicas, str replica_group)", gathered_on_fakes)
+_REPLICAS = {"replicas": 1, "replica_group": ""}
+_ATTRIBUTES: dict[str, Any] = {**GROUP, **_REPLICAS, "orders": (), "bucket_bytes": 0, "in_flight_bytes": 0}
 
 GATHER_PARAMETERS = define(
     OpDef(
@@ -124,7 +141,7 @@ GATHER_PARAMETERS = define(
         body=NO_BODY,
         gradient=(Gradient(_gradient, ()),),
         nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=_lower(all_gather, _gather_parameters)),),
+        kernels=(Kernel(lower=_lower_gather),),
         axes=lambda n: NO_AXES,
         effects=Effects.COLLECTIVE,
         aliases={},
@@ -143,7 +160,7 @@ REDUCE_GRADIENTS = define(
         body=NO_BODY,
         gradient=NOT_DIFFERENTIABLE,
         nondiff_inputs=frozenset(),
-        kernels=(Kernel(lower=_lower(_reduce_gradient, _reduce_gradients)),),
+        kernels=(Kernel(lower=_lower_reduction),),
         axes=lambda n: NO_AXES,
         effects=Effects.COLLECTIVE,
         aliases={},
