@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
 from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
@@ -116,5 +117,7 @@ def test_convolution_without_input_channels_stays_an_aten_node():
 
 
 def test_an_input_without_elements_may_have_another_dtype_than_the_weight():
+    module = nn.Conv1d(4, 6, 3, bias=False)
     x = torch.ones(0, 4, 6, dtype=torch.float64)
-    check_module(nn.Conv1d(4, 6, 3), [x], exact=True, aten=True)
+    got, expected = ORTModule(module, fallback_policy="FALLBACK_DISABLE")(x), module(x)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
