@@ -24,7 +24,7 @@ def main(folder: str, steps: int = 6) -> list[float]:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, kind = dist.get_rank(), "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(kind, (dist.get_world_size(),))  # and selects the GPU of this rank
-    apart = dist.new_group(backend="gloo")  # for checkpoints: their messages must not mix with those of training
+    checkpoint_group = dist.new_group(backend="gloo")  # separate from training's messages
     torch.manual_seed(0)  # the same parameters on each rank
     model = ORTModule(shard_parameters(build().to(kind), mesh))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -41,7 +41,7 @@ def main(folder: str, steps: int = 6) -> list[float]:
             print(f"step {step}  loss {losses[-1]:.4f}", flush=True)
         if step == steps // 2:  # for any number of ranks, and for fully_shard
             states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            saving = dcp.async_save(states, checkpoint_id=folder, process_group=apart)
+            saving = dcp.async_save(states, checkpoint_id=folder, process_group=checkpoint_group)
     if saving is not None:
         saving.result()
     dist.destroy_process_group()

@@ -87,7 +87,7 @@ def notes(result: Result) -> tuple[str, ...]:
         ),
         (
             'Largest loss difference: another training from the same start, with ORTModule(model, rng="torch"), where '
-            "both draw the same masks. Rounding alone makes two trainings drift apart: eager's column compares eager "
+            "both sample the same masks. Rounding alone makes two trainings drift apart: eager's column compares eager "
             "with itself after each starting weight was moved to the next float32 number."
         ),
         (

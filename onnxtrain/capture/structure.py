@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 
 from onnxtrain.capture.sharded.layout import dtensor_class, is_sharded
-from onnxtrain.capture.sharded.value import opened
+from onnxtrain.capture.sharded.value import as_container
 from onnxtrain.errors import ORTModuleIOError
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.collectives import completed
@@ -36,7 +36,7 @@ _STORAGE = torch.Tensor.untyped_storage
 _STRINGS = frozenset({str})
 _BUILTIN_CONTAINERS = frozenset({dict, list, tuple})
 _COMPARED_BY_VALUE = frozenset({NoneType, bool, int, str})  # == is exact for values of one type
-_MOST_CACHED = 4096  # structures; bounds memory when a constant changes on every call
+_MAX_CACHED = 4096  # structures; bounds memory when a constant changes on every call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ def _scan(values: Iterable[Any], tensors: list[torch.Tensor], key: list[Any]) ->
 
 
 def _cache(table: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(table) >= _MOST_CACHED:
+    if len(table) >= _MAX_CACHED:
         table.clear()
     table[key] = value
 
@@ -325,7 +325,7 @@ def _open_container(value: Any) -> _Container | None:
     """Return the children of a container, their path steps, its key and its builder; None for any other value."""
     kind = type(value)
     if is_sharded(value):  # a DTensor, or its stand-in in a capture
-        return opened(value)
+        return as_container(value)
     if kind is dict:
         keys = tuple(value)
         return (

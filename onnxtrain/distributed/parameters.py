@@ -41,7 +41,7 @@ def shard_parameters(
             a number of bytes, the same on all ranks, limits each to an eighth of it.
 
     Raises:
-        OptionError: the mesh has more than two dimensions, a parameter is a scalar or sharded otherwise, as by
+        OptionError: the mesh has more than two dimensions, a parameter is a scalar or sharded in another way, as by
             `parallelize_module`, `least_bytes` is below 1, or another number of bytes below 0.
     """
     if mesh.ndim > 2:
@@ -69,7 +69,7 @@ def shard_parameters(
 
 
 def _check_layout(parameter: DTensor, where: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Raise OptionError if a parameter is sharded, but otherwise."""
+    """Raise OptionError if a parameter is sharded in another way."""
     if parameter.device_mesh != mesh or tuple(parameter.placements) != tuple(placements):
         raise OptionError(
             "A parameter is sharded already, in another way.",

@@ -471,7 +471,7 @@ class Engine:
             raise error
         if not self._options.fallback_policy.covers(error):
             raise error
-        graph = "as an ONNX graph" if pieces is None else "as one ONNX graph but in pieces that are graphs"
+        graph = "as an ONNX graph" if pieces is None else "as one ONNX graph but in pieces between graph breaks"
         warning = f"{self._name()} runs in PyTorch, not {graph}: {error}"
         return _Fallback(pieces or self._in_torch, warning, reason=f"{error.problem} {error.where}")
 

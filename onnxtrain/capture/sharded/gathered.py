@@ -72,15 +72,15 @@ def sharded_parameters(module: torch.nn.Module) -> GatheredParameters | ShardedP
     """Return what the DTensor parameters of a module are while it is captured.
 
     Raises:
-        CaptureError: one is laid out as a graph does not support.
+        CaptureError: one has a layout that a graph does not support.
     """
     return ShardedParameters(module) if gathering_of(module) is None else GatheredParameters(module)
 
 
 class _Ranks(NamedTuple):
-    """Where parameters are: each rank of `shards` has a part, each of `replicas` has the same part.
+    """The ranks that hold parameters: each rank of `shards` has another part, each of `replicas` the same part.
 
-    Without replicas, that is a group of size 1 without a name.
+    Without replicas, `replicas` is a group of size 1 without a name.
     """
 
     shards: Group

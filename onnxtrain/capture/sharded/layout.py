@@ -152,7 +152,7 @@ def sharding_of(tensor: torch.Tensor, may_be_partial: bool = False) -> tuple[Lay
     if is_refused or (layout.kind == "sharded" and tensor.shape[layout.axis] % group.size):
         partial = ", or Partial()" if may_be_partial else ""
         raise CaptureError(
-            f"a DTensor {'' if may_be_partial else 'parameter '}is laid out as a graph does not support",
+            f"a DTensor {'' if may_be_partial else 'parameter '}has a layout that a graph does not support",
             expected=f"Replicate(){partial}, or Shard(dim) of a dimension that {group.size} ranks divide evenly",
             got=f"{layout} of {list(tensor.shape)}",
             todo="the module runs in PyTorch; choose sizes that the ranks divide evenly",

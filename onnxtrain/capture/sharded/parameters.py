@@ -50,7 +50,7 @@ class ShardedParameters(LocalTensors):
     """Those that forward sees as DTensors.
 
     Raises:
-        CaptureError: one is laid out as a graph does not support.
+        CaptureError: one has a layout that a graph does not support.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -26,7 +26,7 @@ def apply(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     raw_name = getattr(function, "__name__", "")
     name = raw_name.strip("_")
     if kwargs.get("inplace") or (raw_name.endswith("_") and not raw_name.endswith("__")):
-        # Values that were made of its former elements, such as a gathered one, would change or stay by chance.
+        # Whether values computed from its former elements, such as a gathered one, change would depend on chance.
         raise refuse(f"{name} changes a DTensor in place", "a function that returns another DTensor")
     rule = _RULES.get(name)
     if rule is None:
@@ -100,7 +100,7 @@ def _dropout(function: Function, x: ShardedValue, p: float = 0.5, training: bool
     if not training or p == 0:
         return x
     if x.device.type != "cpu":
-        problem = "dropout has a DTensor on a device whose generator PyTorch moves on for the other ranks"
+        problem = "dropout has a DTensor on a device whose generator PyTorch advances for the other ranks"
         raise refuse(problem, "cpu, p=0 or eval mode", x.device.type)
     if x.layout == PARTIAL:
         raise refuse("dropout has a DTensor with the placement Partial()", "Replicate() or Shard(dim)")

@@ -197,7 +197,7 @@ class ShardedValue:
         return partial(_call, function, self)
 
 
-def opened(value: Any) -> tuple[list[torch.Tensor], list[str], Any, Callable[[list[torch.Tensor]], Any]]:
+def as_container(value: Any) -> tuple[list[torch.Tensor], list[str], Any, Callable[[list[torch.Tensor]], Any]]:
     """Return a DTensor, or its stand-in, as a container of the tensor of this rank.
 
     The container is rebuilt as a DTensor, or in a trace as its stand-in.
@@ -209,9 +209,7 @@ def opened(value: Any) -> tuple[list[torch.Tensor], list[str], Any, Callable[[li
         layout, group, local = value.layout, value.group, value.local
     else:
         layout, group = sharding_of(value, may_be_partial=True)
-        gradients = (
-            REPLICATED if layout == PARTIAL else layout
-        )  # the cotangent of each term of a sum is that of the sum
+        gradients = REPLICATED if layout == PARTIAL else layout  # each term of a sum has the cotangent of the sum
         local = value.to_local(grad_placements=(gradients.placement(),))
     mesh, placements = group.mesh, (layout.placement(),)
     kind = dtensor_class()

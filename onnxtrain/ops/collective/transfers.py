@@ -8,8 +8,8 @@
     LocalShard(x)         the part of axis 0 that belongs to this rank; x is the same on every rank
     ShareOfSum(x)         x / size, so that the sum over the ranks is x, which is the same on every rank
 
-A value that is the same on every rank has the same cotangent on every rank, which is that of the one value that it
-stands for. The gradients keep to this: hence that of AllReduce is the identity, and that of CopyToGroup an AllReduce.
+A value that is the same on every rank has the same cotangent on every rank: that of the one value which it represents.
+All gradients follow this rule: that of AllReduce is the identity, and that of CopyToGroup an AllReduce.
 With `equal_cotangents=1` an AllGather has a result that only ops with the same result on every rank read; otherwise
 the ranks' cotangents are to be summed.
 
@@ -60,7 +60,7 @@ class Operator(NamedTuple):
 
     @property
     def attributes(self) -> list[str]:
-        """The names of the arguments that are no tensors."""
+        """The names of the arguments that are not tensors."""
         arguments = self.schema.partition("(")[2].rstrip(")").split(", ")
         return [name for kind, name in (argument.split() for argument in arguments) if kind != "Tensor"]
 
@@ -197,7 +197,7 @@ def _local_shard(x: Tensor, size: int, rank: int) -> Tensor:
 # Definitions
 
 
-def _same(x: Tensor, *arguments: Any) -> Tensor:
+def _shaped_like_input(x: Tensor, *arguments: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -217,7 +217,7 @@ ALL_REDUCE = _define(
     same_as("x"),
     _all_reduce_gradient,
     lambda n, x: Call(_all_reduce, x, n.reduction, n.size, n.group),
-    Operator("all_reduce(Tensor x, str reduction, int size, str group)", _same),
+    Operator("all_reduce(Tensor x, str reduction, int size, str group)", _shaped_like_input),
 )
 ALL_GATHER = _define(
     "AllGather",
@@ -241,7 +241,7 @@ WAIT = _define(
     same_as("pending"),
     lambda op, n, dy: [dy, None],
     lambda n, pending, source: Call(_wait, pending, source),
-    Operator("wait_collective(Tensor pending, Tensor source)", _same),
+    Operator("wait_collective(Tensor pending, Tensor source)", _shaped_like_input),
     inputs=("pending", "source"),
     aliases={0: 0},
 )
@@ -251,7 +251,7 @@ COPY_TO_GROUP = _define(
     same_as("x"),
     _copy_gradient,
     lambda n, x: Method("view_as", x, x),
-    Operator("copy_to_group(Tensor x, int size, str group)", _same),
+    Operator("copy_to_group(Tensor x, int size, str group)", _shaped_like_input),
     aliases={0: 0},  # with the effect of a collective two are never merged: eager sums their cotangents separately
 )
 LOCAL_SHARD = _define(
@@ -270,6 +270,6 @@ SHARE_OF_SUM = _define(
     same_as("x"),
     _all_reduce_gradient,
     lambda n, x: Call(torch.div, x, n.size),
-    Operator("share_of_sum(Tensor x, int size)", _same),
+    Operator("share_of_sum(Tensor x, int size)", _shaped_like_input),
     effects=Effects.NONE,
 )
