@@ -38,6 +38,7 @@ def test_the_budget_holds() -> None:
 
 def test_each_example_is_short_and_tested() -> None:
     files = {file.stem: file.read_text() for file in (ROOT / "examples").glob("*.py") if file.stem != "__init__"}
-    with_torchrun = {f"torchrun_{engine}" for engine in ("ddp", "fsdp2", "zero3", "tp", "pipeline")}  # test_torchrun.py
+    # tests/distributed/test_torchrun.py runs these.
+    with_torchrun = {f"torchrun_{name}" for name in ("ddp", "fsdp2", "zero3", "tp", "pipeline", "sharded_graph")}
     assert files.keys() == {*LOSSES, *with_torchrun, "cnn", "memory_budget"}
     assert all(40 <= text.count("\n") <= 100 for text in files.values())
