@@ -72,6 +72,29 @@ has_symbolic_sizes = Internal[Callable[[torch.Tensor], bool]](
 ).get()
 
 
+def _remembered_item() -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
+    return lambda tensor: tensor.item_memo, lambda tensor, item: setattr(tensor, "item_memo", item)
+
+
+def _remembers_items(part: tuple[Callable[[Any], Any], Callable[[Any, Any], None]]) -> bool:
+    read, write = part
+    with FakeTensorMode() as mode:
+        tensor = FakeTensor(mode, torch.empty((), dtype=torch.int64, device="meta"), torch.device("cpu"))
+        write(tensor, 3)
+        return read(tensor) == 3 and tensor.item() == 3
+
+
+# Of a fake tensor: its item if that is known, else None; and set it, until the tensor is changed in place.
+remembered_item, remember_item = Internal[Any](
+    "items_of_fake_tensors",
+    _remembered_item,
+    why="a tensor that forward computes from sizes alone has an item that these sizes determine",
+    fallback=(lambda tensor: None, lambda tensor, item: None),
+    cost="forwards that use such a tensor as a size (Longformer, LED) run in pieces",
+    check=_remembers_items,
+).get()
+
+
 def _find_gradient_modes() -> tuple[Any, Any]:
     module = importlib.import_module("torch._subclasses.functional_tensor")
     return module.FunctionalTensorMode, module.dispatch_functionalize

@@ -120,6 +120,7 @@ TENSOR_READS = tuple(
     PatchPoint(f"torch:Tensor.{name}", "a tensor from outside the module that is read as a Python number is a constant")
     for name in ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
 )
+TENSOR_ITEM = TENSOR_READS[0]
 FROM_NUMPY = PatchPoint("torch:from_numpy", "an array that a function of the graph samples becomes its tensor")
 FILL_DIAGONAL = PatchPoint(
     "torch:Tensor.fill_diagonal_", "it uses the tensor's strides, which functionalization ignores"

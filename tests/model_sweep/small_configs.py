@@ -105,6 +105,7 @@ SIZES: dict[str, Any] = {
     "layerdrop": 0.0,
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
+    "speech_encoder_layerdrop": 0.0,
     "num_frames": 4,
     "frames_per_clip": 4,
     "crop_size": IMAGE,

@@ -62,6 +62,35 @@ def test_the_graph_of_a_decision_is_used_at_other_sizes() -> None:
     assert engine_of(ours).captures == 2
 
 
+class AsksAfterDropout(nn.Module):
+    """As Longformer: a truth value is read by `item()`, of a mask that is written through a view, behind a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = nn.functional.dropout(self.linear(x), 0.5)
+        marks = torch.zeros(2, *mask.shape)
+        marks[0][mask == 2] = 1.0
+        return hidden * 2 if (marks > 0).flatten().any().item() else hidden
+
+
+def test_a_decision_leaves_out_what_it_does_not_read() -> None:
+    eager = AsksAfterDropout()
+    ours = ORTModule(copy.deepcopy(eager), **DISABLED, rng="torch")
+    for length in (3, 5):
+        for mark in (0, 2, 1):
+            x, mask = torch.randn(2, length, 4), torch.zeros(2, length)
+            mask[1, 1] = mark
+            outputs = []
+            for module in (ours, eager):
+                torch.manual_seed(length)
+                outputs.append(module(x, mask))
+            torch.testing.assert_close(*outputs)
+    assert engine_of(ours).captures == 2
+
+
 def test_a_transformer_with_a_mask() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0)
     eager = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
@@ -89,6 +118,21 @@ class Draws(nn.Module):
         return x if torch.rand(()) > 0.5 else -x
 
 
+class DropsLayers(nn.Module):
+    """As LayerDrop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(x * layer.bias, 0.5)
+            if torch.rand([]) >= 0.1:
+                x = layer(x)
+        return x
+
+
 class Writes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.add_(1).sum() > 0 else -x
@@ -99,6 +143,7 @@ class Writes(nn.Module):
     [
         (AsksItsLayer(), "parameters or buffers"),
         (Draws(), "samples random numbers"),
+        (DropsLayers(), "samples random numbers"),
         (Writes(), "changes a tensor in place"),
     ],
 )

@@ -156,9 +156,22 @@ def test_as_strided_of_a_contiguous_tensor() -> None:
     assert operators(ours) == ["aten::as_strided"]
 
 
-def test_as_strided_of_a_noncontiguous_tensor_falls_back() -> None:
-    """The strides of the product differ between PyTorch and the graph."""
-    ours = ORTModule(Calls(lambda x: torch.as_strided(x.t() * 2, (3, 2), (2, 1))))
+def overlapping(x: torch.Tensor) -> torch.Tensor:
+    """As Longformer: chunks of two rows that overlap by one, of a tensor whose last two dimensions are transposed."""
+    x = (x * 2).unflatten(1, (3, 2)).transpose(0, 1)
+    batch, rows, columns = x.shape
+    first, second, third = x.stride()
+    return x.as_strided((batch, rows - 1, 2, columns), (first, second, second, third))
+
+
+def test_as_strided_of_a_transposed_tensor() -> None:
+    ours = compare(Calls(overlapping).double(), rows(4, 6))
+    assert operators(ours) == ["aten::as_strided"]
+
+
+def test_as_strided_of_a_tensor_with_gaps_falls_back() -> None:
+    """The strides of the slice differ between PyTorch and the graph."""
+    ours = ORTModule(Calls(lambda x: torch.as_strided((x * 2)[:, ::2], (3, 2), (2, 1))))
     with pytest.warns(UserWarning, match="of a non-contiguous tensor: strides differ"):
         ours(torch.ones(4, 6))
 

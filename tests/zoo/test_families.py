@@ -13,6 +13,7 @@ MODELS = {
     "Gemma4UnifiedForCausalLM": "heads of two widths, a window in every second layer",
     "HubertForCTC": "masks of spans that numpy samples in forward, of the lengths that the graph computes",
     "JetMoeForCausalLM": "experts of attention and of the feed-forward layer, by the number of selected tokens",
+    "LEDForConditionalGeneration": "chunks that overlap in memory, a branch on whether a token has global attention",
     "MiniMaxForCausalLM": "lightning attention, and experts",
     "MobileNetV1ForImageClassification": "depthwise convolutions and batch norms",
     "PegasusXForConditionalGeneration": "blocks of local attention with global tokens",
@@ -23,20 +24,8 @@ MODELS = {
 }
 
 
-# The class, and a part of the reason.
-IN_PIECES = {"LEDForConditionalGeneration": "data-dependent"}  # the number of tokens with global attention
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_one_graph(name: str) -> None:
     outcome = trained(next(entry for entry in entries() if entry.name == name))
     assert (outcome.kind, outcome.detail) == ("graph", "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IN_PIECES)
-def test_trains_with_graph_breaks(name: str) -> None:
-    outcome = trained(next(entry for entry in entries() if entry.name == name))
-    assert outcome.kind == "pieces"
-    assert IN_PIECES[name] in outcome.detail

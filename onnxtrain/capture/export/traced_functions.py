@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from onnxtrain.capture.export import constant_masks
+from onnxtrain.capture.export import constant_masks, size_tensors
 
 
 class TracedFunctions(TorchFunctionMode):
@@ -34,4 +34,8 @@ def _one_hot(original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.T
     return result.contiguous()
 
 
-_REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {**constant_masks.REPLACEMENTS, functional.one_hot: _one_hot}
+_REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
+    **constant_masks.REPLACEMENTS,
+    **size_tensors.REPLACEMENTS,
+    functional.one_hot: _one_hot,
+}

@@ -71,7 +71,7 @@ def _permute(node: Node, *, is_fill: bool) -> None:
     filled = node.args[0]
     assert isinstance(filled, Node)
     # alpha_dropout samples into an empty_like of its argument: contiguous, if the argument is expanded.
-    perm = _memory_order(filled.meta["val"] if is_fill else torch.empty_like(filled.meta["val"]))
+    perm = memory_order(filled.meta["val"] if is_fill else torch.empty_like(filled.meta["val"]))
     if perm == sorted(perm):
         return
     result = node.meta["val"]
@@ -82,11 +82,11 @@ def _permute(node: Node, *, is_fill: bool) -> None:
         node.replace_all_uses_with(filled)
     else:
         with node.graph.inserting_after(node):
-            restored = _view(node, _aten.permute.default, node, [perm.index(dim) for dim in range(len(perm))])
+            restored = add_view(node, _aten.permute.default, node, [perm.index(dim) for dim in range(len(perm))])
         node.replace_all_uses_with(restored, delete_user_cb=lambda user: user is not restored)
 
 
-def _memory_order(value: torch.Tensor) -> list[int]:
+def memory_order(value: torch.Tensor) -> list[int]:
     """Return the dimensions by descending stride, which is the same order at all sizes.
 
     A dimension of size 1, whose stride is arbitrary, keeps its position.
@@ -100,11 +100,11 @@ def _memory_order(value: torch.Tensor) -> list[int]:
 def _permuted(argument: Node, perm: list[int], node: Node) -> Node:
     """Permute a tensor argument in the same way as the tensor that it is broadcast to."""
     while argument.meta["val"].dim() < len(perm):
-        argument = _view(node, _aten.unsqueeze.default, argument, 0)
-    return _view(node, _aten.permute.default, argument, perm)
+        argument = add_view(node, _aten.unsqueeze.default, argument, 0)
+    return add_view(node, _aten.permute.default, argument, perm)
 
 
-def _view(node: Node, target: Any, argument: Node, option: Any) -> Node:
+def add_view(node: Node, target: Any, argument: Node, option: Any) -> Node:
     """Add a view of `argument`, with the source location of `node`."""
     view = node.graph.call_function(target, (argument, option))
     view.meta = {**node.meta, "val": target(argument.meta["val"], option)}

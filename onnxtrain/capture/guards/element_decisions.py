@@ -1,4 +1,4 @@
-"""Python control flow that depends on tensor values of the arguments: `if mask.all():`, `if flag:`.
+"""Python control flow that depends on tensor values of the arguments: `if mask.all():`, `if flag.item():`.
 
 A graph has no branches, so it is valid for the calls in which forward takes the same branches. The condition of each
 branch is captured as a small graph from the arguments to the tensor that Python tests, and that graph becomes a guard.
@@ -8,9 +8,10 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.node import TORCH_OP
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
-from onnxtrain.torch_compat.patch_points import TENSOR_BOOL
+from onnxtrain.torch_compat.patch_points import TENSOR_BOOL, TENSOR_ITEM
 
 _MAX_DECISIONS = 16
-_MAX_NODES = 32  # per decision, because the guard runs on every call
+_MAX_NODES = 64  # per decision, because the guard runs on every call; Longformer's take 45
 _TENSOR_BOOL = torch.Tensor.__bool__
 
 
@@ -95,12 +96,20 @@ class ElementDecisions:
         stack = getattr(getattr(tracer, "tracer", None), "module_stack", {})
         depth = len(stack)
         try:
-            with TENSOR_BOOL.replaced_in_thread(self._answer):
+            with (
+                TENSOR_BOOL.replaced_in_thread(self._answer),
+                TENSOR_ITEM.replaced_in_thread(partial(self._item, TENSOR_ITEM.original)),
+            ):
                 yield
         except UndecidedError:
             while len(stack) > depth:  # the tracer pops a submodule only when it returns
                 stack.popitem()
             raise
+
+    def _item(self, original: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        """Replace `tensor.item()`: forward gets a truth value as from `bool(tensor)`."""
+        is_truth_value = isinstance(tensor, FakeTensor) and tensor.dtype == torch.bool
+        return self._answer(tensor) if is_truth_value else original(tensor)
 
     def _answer(self, tensor: torch.Tensor) -> bool:
         """Replace `bool(tensor)`."""
@@ -133,7 +142,9 @@ def _truth(graph: torch.fx.GraphModule, lifted: Sequence[Any], tensors: Sequence
 
 def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
     graph = program.graph_module
-    graph.graph.eliminate_dead_code()
+    for node in reversed(graph.graph.nodes):
+        if not node.users and _is_dead(node):
+            graph.graph.erase_node(node)
     graph.recompile()
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -156,14 +167,22 @@ def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.f
     return graph, tuple(lifted)
 
 
+def _is_dead(node: torch.fx.Node) -> bool:
+    """Return whether a node without users can be removed, such as a dropout or an assertion before the decision."""
+    if node.op != "call_function":
+        return False
+    return not schema_of(node.target).is_mutable if isinstance(node.target, OpOverload) else not node.is_impure()
+
+
 def _obstacle(calls: Sequence[torch.fx.Node], answered: int, *, reads_parameters: bool) -> str:
     """Say why a decision cannot become a guard; "" if it can."""
     if reads_parameters:
         return "a decision that depends on the module's parameters or buffers"
     if answered == _MAX_DECISIONS:
         return f"more than {_MAX_DECISIONS} decisions"
-    if len(calls) > _MAX_NODES:
-        return f"a decision that takes {len(calls)} operators"
+    operators = sum(isinstance(node.meta.get("val"), torch.Tensor) for node in calls)  # without arithmetic of sizes
+    if operators > _MAX_NODES:
+        return f"a decision that takes {operators} operators"
     impure = next((node.target for node in calls if not _is_pure(node)), None)
     if impure is None:
         return ""
@@ -184,10 +203,9 @@ def _is_pure(node: torch.fx.Node) -> bool:
 
 
 def _is_temporary(written: Any) -> bool:
-    """Return whether a tensor that is changed in place was allocated inside the graph, and is not a view."""
+    """Return whether a tensor that is changed in place, or of which it is a view, was allocated inside the graph."""
     if not isinstance(written, torch.fx.Node) or not isinstance(written.target, OpOverload):
         return False
     schema = schema_of(written.target)
-    if schema.is_mutable:
-        return all(_is_temporary(a) for a, s in zip(written.args, schema.arguments, strict=False) if s.is_write)
-    return not any(result.alias_info for result in schema.returns)
+    aliased = [a for a, s in zip(written.args, schema.arguments, strict=False) if s.is_write or s.alias_info]
+    return all(map(_is_temporary, aliased)) if aliased else not any(r.alias_info for r in schema.returns)
