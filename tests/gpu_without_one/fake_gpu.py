@@ -102,14 +102,20 @@ def _attention_backend(
 
 
 class FakeConstant:
-    """A constant of a program, which is moved to the device before it runs."""
+    """A constant of a program, which is moved to the device before it runs.
 
-    def __init__(self, tensor: torch.Tensor, mode: FakeTensorMode) -> None:
-        self._tensor, self._mode = tensor, mode
+    `real` maps the id of the moved one to it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, mode: FakeTensorMode, real: dict[int, torch.Tensor] | None = None) -> None:
+        self._tensor, self._mode, self._real = tensor, mode, real
 
     def to(self, device: torch.device) -> torch.Tensor:
         with self._mode:
-            return torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device=device)
+            fake = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device=device)
+        if self._real is not None:
+            self._real[id(fake)] = self._tensor
+        return fake
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import hashlib
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.gpu_without_one.launches import Launches, captured
 
 real_constant = programs.constant_tensor  # before `fake_gpu` replaces it
 GPU = torch.device("cuda", 0)
+CAPABILITIES = (80, 90, 100)  # sm_80, sm_90a and sm_100a
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,11 @@ class Code:
 
     Attributes:
         source: Python, with the sources of Triton kernels.
+        constants: the tensors that it takes after its arguments, on the CPU.
     """
 
     source: str
+    constants: Sequence[torch.Tensor] = ()
 
     @property
     def launches(self) -> int:
@@ -57,10 +61,7 @@ class Code:
 def cubin(kernel: str, capability: int, folder: Path) -> bytes:
     """Compile a Triton kernel, in its first configuration, to the code of a GPU of a compute capability (80: 8.0)."""
     triton = importlib.import_module("triton")
-    heuristics = importlib.import_module("torch._inductor.runtime.triton_heuristics")
-    source = re.sub(r"\bcc=\d+, major=\d+", f"cc={capability}, major={capability // 10}", kernel)
-    path = folder / f"kernel_{hashlib.sha256(source.encode()).hexdigest()[:12]}.py"
-    path.write_text(source, encoding="utf-8")
+    kernel_for = re.sub(r"\bcc=\d+, major=\d+", f"cc={capability}, major={capability // 10}", kernel)
     compiled: list[Any] = []
     compile_kernel = triton.compile
 
@@ -68,24 +69,37 @@ def cubin(kernel: str, capability: int, folder: Path) -> bytes:
         compiled.append(compile_kernel(*arguments, **options))
         return compiled[-1]
 
-    with (
-        _triton_driver(),
-        patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu"),
-        patch.object(triton, "compile", record),
-    ):
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        (tuner,) = (v for v in vars(module).values() if isinstance(v, heuristics.CachingAutotuner))
+    tuner = load_kernel(kernel_for, folder)
+    with triton_driver(), patch.object(triton, "compile", record):
         tuner._precompile_config(tuner.configs[0])
     code: bytes = compiled[0].asm["cubin"]
     return code
 
 
-def _triton_driver() -> Any:
-    return patch.object(importlib.import_module("triton.runtime.driver").driver, "_active", _Driver())
+def load_kernel(kernel: str, folder: Path) -> Any:
+    """Import the source of a Triton kernel; returns the object that Inductor's programs run."""
+    heuristics = importlib.import_module("torch._inductor.runtime.triton_heuristics")
+    path = folder / f"kernel_{hashlib.sha256(kernel.encode()).hexdigest()[:12]}.py"
+    path.write_text(kernel, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with triton_driver():
+        spec.loader.exec_module(module)
+    (tuner,) = (v for v in vars(module).values() if isinstance(v, heuristics.CachingAutotuner))
+    return tuner
+
+
+@contextmanager
+def triton_driver() -> Iterator[None]:
+    """Triton finds a driver."""
+    driver = importlib.import_module("triton.runtime.driver").driver
+    with (
+        patch.object(driver, "_active", _Driver()),
+        patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu"),
+    ):
+        yield
 
 
 class _Driver:
@@ -137,12 +151,21 @@ def generate(part: Part, tensors: Sequence[torch.Tensor], sizes_in: Sequence[int
         modes.append(mode)
         return mode, symbols
 
-    make_constant = lambda value: FakeConstant(real_constant(value), modes[-1])
+    real: dict[int, torch.Tensor] = {}
+    traces: list[Any] = []
+    trace = program_compiler.trace
+
+    def record_trace(*arguments: Any) -> Any:
+        traces.append(trace(*arguments))
+        return traces[-1]
+
+    make_constant = lambda value: FakeConstant(real_constant(value), modes[-1], real)
     inductor = program_compiler.INDUCTOR.get()
     with (
-        _triton_driver(),
+        triton_driver(),
         patch.object(program_compiler, "symbolic_sizes", symbolic_sizes),
         patch.object(programs, "constant_tensor", make_constant),
+        patch.object(program_compiler, "trace", record_trace),
         patch("torch.cuda._exchange_device", lambda index: 0),
         patch("torch.cuda._maybe_exchange_device", lambda index: 0),
         patch.multiple(
@@ -158,5 +181,5 @@ def generate(part: Part, tensors: Sequence[torch.Tensor], sizes_in: Sequence[int
         try:
             child.compile_in(folder)
         except _Generated:
-            return Code(sources[0])
+            return Code(sources[0], [real[id(constant)] for constant in traces[0].constants])
     raise AssertionError("Inductor generated no code")

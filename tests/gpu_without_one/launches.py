@@ -135,24 +135,31 @@ class Capture:
         unit: the programs.
         tensors: the arguments of forward.
         mode: of the tensors.
+        real: the tensors on the CPU that some fake ones stand for, by the fakes' ids: parameters, buffers and inputs.
     """
 
     unit: Unit
     tensors: list[torch.Tensor]
     mode: FakeTensorMode
+    real: Mapping[int, torch.Tensor]
+
+    @property
+    def cotangents(self) -> tuple[bool, ...]:
+        """Which results have one: the first."""
+        return tuple(i == 0 for i in range(self.unit.num_results))
+
+    @property
+    def needed(self) -> tuple[bool, ...]:
+        """Which arguments of autograd's function need a gradient: the unit, then the tensors."""
+        return (False, *(isinstance(t, torch.Tensor) and t.requires_grad for t in self.tensors))
 
     def run(self, forward: Launches, backward: Launches) -> tuple[list[Any], BackwardCall]:
-        """Run both programs, and record what they launch; returns the results of forward, and the call of backward.
-
-        The first result has a cotangent.
-        """
-        unit, tensors = self.unit, self.tensors
-        needed = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
-        first = tuple(i == 0 for i in range(unit.num_results))
+        """Run both programs, and record what they launch; returns the results of forward, and the call of backward."""
+        unit = self.unit
         with self.mode, torch.no_grad():
             with _Recorder(forward):
-                results, sizes = unit.forward.run(tensors, ())
-            program = unit.backward(first, (False, *needed))
+                results, sizes = unit.forward.run(self.tensors, ())
+            program = unit.backward(self.cotangents, self.needed)
             saved = results[unit.first_kept :]
             cotangents = [torch.ones_like(results[0]), *[None] * (unit.num_results - 1)]
             arguments = [*(saved[i] for i in program.kept), *(cotangents[i] for i in program.cotangents)]
@@ -180,15 +187,16 @@ def captured(
     **options: Any,
 ) -> Capture:
     """Capture a module on fake CUDA tensors; nothing falls back. See `onnxtrain_step`."""
-    module = _on_gpu(make_module().train(), mode)
-    inputs = _fakes(make_inputs(), mode)
+    real: dict[int, torch.Tensor] = {}
+    module = _on_gpu(make_module().train(), mode, real)
+    inputs = _fakes(make_inputs(), mode, real)
     wrapped = ORTModule(module, fallback_policy="FALLBACK_DISABLE", **options)
     with fake_gpu(mode), patch.object(Unit, "run", _stop):
         try:
             with cuda_autocast(autocast):
                 wrapped(**inputs)
         except _Compiled as compiled:
-            return Capture(compiled.unit, list(compiled.tensors), mode)
+            return Capture(compiled.unit, list(compiled.tensors), mode, real)
     raise AssertionError("the module ran no unit")
 
 
@@ -218,15 +226,17 @@ def onnxtrain_step(
     return Step(forward, backward, bytes_of(kept), (capture.unit.forward.source, getattr(call.program, "source", "")))
 
 
-def _on_gpu(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """The module with fake CUDA tensors; shared parameters stay shared."""
+def _on_gpu(module: torch.nn.Module, mode: FakeTensorMode, real: dict[int, torch.Tensor]) -> torch.nn.Module:
+    """The module with fake CUDA tensors; shared parameters stay shared. Adds what they stand for to `real`."""
     fakes: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             fake = fakes.setdefault(id(parameter), torch.nn.Parameter(_fake(parameter.detach(), mode)))
             part.register_parameter(name, fake)
+            real[id(fake)] = parameter.detach()
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = _fake(buffer, mode)
+            real[id(part._buffers[name])] = buffer
     return module
 
 
@@ -236,7 +246,7 @@ def eager_bytes_kept(make_module: Callable[[], torch.nn.Module], make_inputs: Ca
     Attention is flash attention. A mask must be the causal one: transformers makes it a tensor if tensors are fake.
     """
     mode = fake_mode()
-    module, inputs = _on_gpu(make_module().train(), mode), _fakes(make_inputs(), mode)
+    module, inputs = _on_gpu(make_module().train(), mode, {}), _fakes(make_inputs(), mode, {})
     kept: list[torch.Tensor] = []
     with (
         fake_gpu(mode),
@@ -270,8 +280,10 @@ def _flash_attention(
     return y
 
 
-def _fakes(inputs: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
-    return {name: _fake(v, mode) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+def _fakes(inputs: Mapping[str, Any], mode: FakeTensorMode, real: dict[int, torch.Tensor]) -> dict[str, Any]:
+    fakes = {name: _fake(v, mode) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+    real.update({id(fakes[name]): v for name, v in inputs.items() if isinstance(v, torch.Tensor)})
+    return fakes
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

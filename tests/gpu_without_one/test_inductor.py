@@ -9,12 +9,11 @@ import torch
 
 from onnxtrain.torch_compat import program_compiler
 from tests.gpu_without_one.fake_gpu import needs_cuda_build
-from tests.gpu_without_one.inductor_code import Code, cubin, inductor_step
+from tests.gpu_without_one.inductor_code import CAPABILITIES, Code, cubin, inductor_step
 from tests.gpu_without_one.models import MODELS
 
 pytestmark = [needs_cuda_build, pytest.mark.slow]
 
-CAPABILITIES = [80, 90, 100]  # sm_80, sm_90a and sm_100a
 MOST = {"bert": 43, "gpt2": 36, "llama": 44}  # launches of a layer, forward and backward, without dropout
 
 

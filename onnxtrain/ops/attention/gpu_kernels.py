@@ -3,11 +3,11 @@
     attention           q, k, v, mask?  ──>  y, logsumexp, rng_state
     attention_backward  dy, q, k, v, mask?, y, logsumexp, rng_state  ──>  dq, dk, dv
 
-The logsumexp is float32 [b, h, l]; rng_state, int64 [2], determines the dropout mask: it holds the seed and the offset
-of the GPU's generator, so that a seed gives eager's mask. Where no kernel fits (float64, kernels switched off), a
-formula runs, with the dropout of eager's math path. Both directions ask PyTorch, which decides by devices, dtypes,
-sizes, strides and switches; the switches are those of forward in both (`execute/boundary.py`), because the kernels read
-rng_state differently.
+The logsumexp is float32 [b, h, l] and contiguous, as compiled programs expect (`traced.py`). rng_state, int64 [2],
+determines the dropout mask: it holds the seed and the offset of the GPU's generator, so that a seed gives eager's mask.
+Where no kernel fits (float64, kernels switched off), a formula runs, with the dropout of eager's math path. Both
+directions ask PyTorch, which decides by devices, dtypes, sizes, strides and switches; the switches are those of forward
+in both (`execute/boundary.py`), because the kernels read rng_state differently.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def attention(
         y, logsumexp, seed, offset = aten_kernels.gpu_efficient.get()(
             q, choice.k, choice.v, _aligned_mask(options.mask, q, k), True, ratio, options.causal, scale=scale
         )
-        return y, logsumexp[:, :, : q.size(2)], _state(seed, offset, ratio)
+        return y, logsumexp[:, :, : q.size(2)].contiguous(), _state(seed, offset, ratio)
     if not ratio:
         return *formula(q, k, v, options), None
     state = torch.cuda.get_rng_state(q.device).view(torch.int64)  # the seed and the offset
