@@ -1,4 +1,4 @@
-"""Annotate nodes for their kernels: which random generator they use, and whether compiled C++ may run."""
+"""Annotate nodes for their kernels: which random generator they use, and whether compiled C++ or Triton may run."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.ops import Effects, definition_of
-from onnxtrain.ops.native_kernels import NOTE
+from onnxtrain.ops.native_kernels import NATIVE, NOTE
 from onnxtrain.ops.random.dropout import MASKS
 from onnxtrain.options import Options
 
 
 def annotate_kernels(graph: ir.Graph, options: Options, device: torch.device) -> None:
-    """Write to the metadata of nodes which random generator they use and whether compiled C++ kernels may run.
+    """Write to the metadata of nodes which random generator they use and which compiled kernels may run.
 
     On a GPU, PyTorch's dropout samples as eager does, and nothing is faster. Compiled kernels replace others as soon as
     they are built, in the middle of training: they are off if two runs must give the same bits.
     """
     fast = options.rng == "fast" and device.type == "cpu"
-    native = device.type == "cpu" and may_compile_in_background(options)
+    native = NATIVE.get(device.type) if may_compile_in_background(options) else None
     for node in graph:
         if Effects.RANDOM in definition_of(node).effects:
             node.metadata_props["rng"] = "fast" if fast else "torch"
             if device.type == "cpu":
                 node.metadata_props[MASKS] = "packed"
             node.metadata_props["samples"] = "any" if options.rng == "fast" else "eager's"
-        if native:
-            node.metadata_props[NOTE] = "on"
+        if native is not None:
+            node.metadata_props[NOTE] = native
 
 
 def may_compile_in_background(options: Options) -> bool:

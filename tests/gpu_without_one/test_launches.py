@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu_without_one.fake_gpu import needs_cuda_build
-from tests.gpu_without_one.launches import Step, eager_bytes_kept, onnxtrain_step
+from tests.gpu_without_one.launches import PendingRows, Step, eager_bytes_kept, onnxtrain_step
 from tests.gpu_without_one.models import MODELS
 
 pytestmark = [needs_cuda_build, pytest.mark.slow]
@@ -83,15 +83,7 @@ def test_no_matmul_has_rows_that_are_not_aligned(name: str) -> None:
 
 def test_labels_are_counted_before_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the count, and not for the layers."""
-
-    class Pending:
-        def __init__(self, number: torch.Tensor) -> None:
-            assert number.numel() == 1
-
-        def result(self) -> int:
-            return 600
-
-    monkeypatch.setattr("onnxtrain.ops.index.labelled_rows.PendingInt", Pending)
+    monkeypatch.setattr("onnxtrain.ops.index.labelled_rows.PendingInt", PendingRows)
     make, inputs = MODELS["bert"]
     recorded = onnxtrain_step(
         lambda: make(1, 0.1).to(torch.bfloat16), inputs, skip_padding="never", keep_outputs=("loss",)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -34,8 +34,10 @@ from onnxtrain.ops.definition import Call, Gradient, Kernel, NodeView
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.gradient_masks import apply_output_mask, as_bools, first_cotangent, output_mask
 from onnxtrain.ops.loss.reduction import aten_reduction
+from onnxtrain.ops.loss.row_losses import RowFunction, rows_by_pytorch, rows_by_triton
 from onnxtrain.ops.matmul.aligned import missing, padded, pads_vocabulary
 from onnxtrain.ops.matmul.candidates import gemm_by_convolution, may_use_convolution, onednn_gemm, onednn_supports
+from onnxtrain.ops.native_kernels import may_run_triton
 from onnxtrain.system.machine import Machine
 
 Tensor = torch.Tensor
@@ -53,11 +55,13 @@ class GemmLibrary:
         gemm: a[r, k] @ b[k, n] + bias.
         add_transposed: adds aᵀ @ b of a[r, n] and b[r, k] to the first argument, in place.
         pads: whether the classes are padded to an aligned number; see `ops.matmul.aligned`.
+        rows: computes losses, and gradients of logits.
     """
 
     gemm: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     add_transposed: Callable[[Tensor, Tensor, Tensor], Tensor]
     pads: bool = False
+    rows: RowFunction = rows_by_pytorch
 
 
 def _aten_gemm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,7 +75,7 @@ def _aten_add_transposed(result: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 ATEN = GemmLibrary(_aten_gemm, _aten_add_transposed)
-PADDED = GemmLibrary(_aten_gemm, _aten_add_transposed, pads=True)
+PADDED = replace(ATEN, pads=True)
 ONEDNN = GemmLibrary(
     lambda a, b, bias: onednn_gemm(a, b, bias, 1.0),
     lambda result, a, b: result.add_(gemm_by_convolution(a, b, 1.0)),
@@ -151,15 +155,13 @@ def linear_cross_entropy_with_gradients(
     step = max(_MIN_CHUNK_ROWS, _CHUNK_LOGITS // max(1, classes) // _MIN_CHUNK_ROWS * _MIN_CHUNK_ROWS)
     for start in range(0, count, step):
         chunk = slice(start, start + step)
-        logits = library.gemm(x[chunk], w.t(), b).to(dtype)
-        row_losses, softmax = _losses(logits[:, :classes], rows.labels[chunk], any(mask))
+        factors = rows.factors[chunk] if any(mask) else None
+        row_losses, dlogits = library.rows(
+            library.gemm(x[chunk], w.t(), b), classes, rows.labels[chunk], factors, dtype
+        )
         loss += torch.where(rows.weights[chunk] == 0, 0, row_losses * rows.weights[chunk]).sum()
-        if softmax is None:
+        if dlogits is None:
             continue
-        _logit_gradients(softmax, rows.labels[chunk], rows.factors[chunk])
-        if library.pads:
-            logits[:, classes:] = 0
-        dlogits = logits.to(x.dtype)  # the gradients are in the memory of the logits
         if dx is not None:
             dx[chunk] = library.gemm(dlogits, w, None)
         if dw is not None:
@@ -174,27 +176,6 @@ def _of_classes(gradient: Tensor | None, classes: int, dtype: torch.dtype) -> Te
     if gradient is None:
         return None
     return (gradient if gradient.size(0) == classes else gradient[:classes]).to(dtype)
-
-
-def _losses(logits: Tensor, labels: Tensor, needs_softmax: bool) -> tuple[Tensor, Tensor | None]:
-    """-log softmax at each label; and, if needed, the softmax, in the memory of the logits.
-
-    The largest logit is subtracted from the label's logit, not added to log_sum: a sum would lose the low-order bits
-    of a small loss of large logits.
-    """
-    shifted = logits.sub_(logits.amax(1, keepdim=True))
-    at_label = shifted.gather(1, labels[:, None])
-    powers = shifted.exp_()
-    sums = powers.sum(1, keepdim=True)
-    losses = sums.log().sub_(at_label).squeeze(1)
-    return losses, powers.div_(sums) if needs_softmax else None
-
-
-def _logit_gradients(softmax: Tensor, labels: Tensor, factors: Tensor) -> Tensor:
-    """(softmax - one-hot label) times the row's factor, in place."""
-    factor, label = factors[:, None], labels[:, None]
-    at_label = (softmax.gather(1, label) - 1) * factor
-    return softmax.mul_(factor).scatter_(1, label, at_label)
 
 
 # Bodies
@@ -328,11 +309,23 @@ def _seconds(*speeds: str) -> Callable[[NodeView, Shapes, Machine], float]:
 _ATEN_SECONDS = _seconds("aten", "aten", "aten")
 
 
-def _padding(lower: Callable[[GemmLibrary], Callable[..., Call]]) -> tuple[Kernel, ...]:
-    def applies(n: NodeView, device: str) -> bool:
+def _on_gpu(lower: Callable[[GemmLibrary], Callable[..., Call]]) -> tuple[Kernel, ...]:
+    """Return the kernels for a GPU, which pad the vocabulary or run rows by Triton, or both."""
+
+    def pads(n: NodeView, device: str) -> bool:
         return pads_vocabulary(device, dtype_of(n.x), *sizes.dims_of(n.w))
 
-    return (Kernel(lower=lower(PADDED), applies=applies),)
+    def runs_triton(n: NodeView, device: str) -> bool:
+        return may_run_triton(n, device) and _dtype(n) == ir.DataType.FLOAT
+
+    return (
+        Kernel(
+            lower=lower(replace(PADDED, rows=rows_by_triton)),
+            applies=lambda n, device: pads(n, device) and runs_triton(n, device),
+        ),
+        Kernel(lower=lower(PADDED), applies=pads),
+        Kernel(lower=lower(replace(ATEN, rows=rows_by_triton)), applies=runs_triton),
+    )
 
 
 def _onednn(lower: Callable[[GemmLibrary], Callable[..., Call]]) -> tuple[Kernel, ...]:
@@ -371,7 +364,7 @@ LINEAR_CROSS_ENTROPY = define_pure(
     body=_body,
     gradient=(Gradient(_gradient, reads=("x", "w", "b", "labels", "weights")),),
     nondiff_inputs=frozenset({"labels", "weights"}),
-    kernels=_padding(_lower_loss),
+    kernels=_on_gpu(_lower_loss),
     lower=_lower_loss(ATEN),
     others=_onednn(_lower_loss),
     seconds=_ATEN_SECONDS,
@@ -387,7 +380,7 @@ LINEAR_CROSS_ENTROPY_GRAD = define_pure(
     attributes={**_ATTRIBUTES, "output_mask": (1, 1, 1)},
     shapes=_grad_types,
     body=_grad_body,
-    kernels=_padding(_lower_backward),
+    kernels=_on_gpu(_lower_backward),
     lower=_lower_backward(ATEN),
     others=_onednn(_lower_backward),
     seconds=_ATEN_SECONDS,
