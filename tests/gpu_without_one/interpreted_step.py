@@ -132,7 +132,7 @@ def interpreted_step(
 def main(name: str, dtype: torch.dtype) -> None:
     """Check a step of a model. Its vocabulary is padded if it is narrow, as a large one is on a GPU."""
     torch.manual_seed(0)
-    aligned._LEAST, aligned._LEAST_OTHER = TOKENS, 48
+    aligned._MIN_PADDED_DIM, aligned._MIN_OTHER_DIM = TOKENS, 48
     module, inputs = MODELS[name]().train(), _inputs()
     exact = _eager(copy.deepcopy(module).to(dtype).double(), inputs)
     eager = _eager(copy.deepcopy(module).to(dtype), inputs)
