@@ -141,7 +141,7 @@ def test_a_module_runs_the_kernel_if_native_kernels_are_on(
     kernel: Callable[[Any], list[int]], monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
     """As if the CPU were a GPU."""
-    monkeypatch.setattr(importlib.import_module("onnxtrain.passes.chunk_losses"), "FEWEST_CLASSES", 40)
+    monkeypatch.setattr(importlib.import_module("onnxtrain.passes.chunk_losses"), "MIN_CLASSES", 40)
     monkeypatch.setattr(linear_cross_entropy, "may_run_triton", lambda n, device: native_kernels.may_compile(n, "cpu"))
     calls = kernel(right)
     torch.manual_seed(0)
