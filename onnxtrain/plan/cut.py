@@ -9,7 +9,7 @@ that it starts from cross the cut, as Python ints.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff import Joint
 from onnxtrain.graph.host import host_values, reads_shape
 from onnxtrain.ops import Effects, definition_of
-from onnxtrain.ops.collective.transfers import WAIT
-from onnxtrain.plan.parameter_order import overlapped
+from onnxtrain.plan.parameter_order import overlapped, waits_for
 
 
 @dataclass(frozen=True)
@@ -148,20 +147,12 @@ def nodes_computing(
         if producer is None or not (producer in own or arithmetic):
             outside[value] = None
         elif producer not in used:
-            for node in (producer, *_waits_for(producer, own)):
+            for node in (producer, *waits_for(producer, own)):
                 used.add(node)
                 _push_inputs(node, pending, visited)
     order: dict[ir.Value, int] = {v: i for i, v in enumerate(v for n in nodes for v in n.outputs)}
     ordered = sorted(outside, key=lambda v: order.get(v, -1))
     return tuple(n for n in nodes if n in used), ordered
-
-
-def _waits_for(node: ir.Node, among: Collection[ir.Node]) -> list[ir.Node]:
-    """Return the nodes that wait for the collective of a node: PyTorch keeps its results until all are waited for."""
-    if Effects.COLLECTIVE not in definition_of(node).effects:
-        return []
-    users = (user for value in node.outputs for user, index in value.uses() if index == 0)
-    return [user for user in users if definition_of(user) is WAIT and user in among]
 
 
 def _push_inputs(node: ir.Node, pending: list[ir.Value], visited: set[ir.Value]) -> None:

@@ -14,7 +14,7 @@ in this order, so that predictions of memory see it. It is the order of the host
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -58,7 +58,15 @@ def overlapped(nodes: Sequence[ir.Node], results: Iterable[ir.Value | None]) -> 
     """
     if not any(map(is_ordered_here, nodes)):
         return tuple(nodes)
-    return tuple(_awaited_late(_gathered_early(_reduced_early(nodes)), set(results)))
+    return tuple(_awaited_late(_awaited_at_once(_gathered_early(_reduced_early(nodes))), set(results)))
+
+
+def waits_for(node: ir.Node, among: Collection[ir.Node]) -> list[ir.Node]:
+    """Return the nodes that wait for the collective of a node: PyTorch keeps its results until all are waited for."""
+    if Effects.COLLECTIVE not in definition_of(node).effects:
+        return []
+    users = (user for value in node.outputs for user, index in value.uses() if index == 0)
+    return [user for user in users if definition_of(user) is WAIT and user in among]
 
 
 def exchanges(nodes: Iterable[ir.Node]) -> list[Exchange]:
@@ -134,6 +142,18 @@ def _append(node: ir.Node, own: set[ir.Node], order: dict[ir.Node, None]) -> Non
         if producer is not None and producer in own:
             _append(producer, own, order)
     order[node] = None
+
+
+def _awaited_at_once(nodes: Sequence[ir.Node]) -> list[ir.Node]:
+    """Move the waits for reductions that may not be in flight right after them."""
+    own = set(nodes)
+    waits = {
+        node: waits_for(node, own)
+        for node in nodes
+        if definition_of(node) is REDUCE_GRADIENTS and whole_bytes(node) > view(node).in_flight_bytes
+    }
+    moved = {wait for each in waits.values() for wait in each}
+    return [each for node in nodes if node not in moved for each in (node, *waits.get(node, ()))]
 
 
 def _awaited_late(nodes: Sequence[ir.Node], results: set[ir.Value | None]) -> list[ir.Node]:
