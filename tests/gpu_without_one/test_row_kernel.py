@@ -60,7 +60,7 @@ def test_a_program_for_a_gpu_runs_it(monkeypatch: pytest.MonkeyPatch, kernels: s
     monkeypatch.setattr(row_losses, "rows_by_pytorch", count)
     monkeypatch.setattr("onnxtrain.ops.index.labelled_rows.PendingInt", PendingRows)
     onnxtrain_step(
-        lambda: make(1, 0.0).to(torch.bfloat16), inputs, skip_padding="never", keep_outputs=("loss",), kernels=kernels
+        lambda: make(1, 0.1).to(torch.bfloat16), inputs, skip_padding="never", keep_outputs=("loss",), kernels=kernels
     )
     assert bool(calls) == (kernels == "native")
     assert all(logits.dtype == torch.bfloat16 for logits in calls)
