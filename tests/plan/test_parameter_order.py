@@ -48,7 +48,7 @@ ORDERS = {
     (FORWARD, 0): "g1 w1 y1 g2 w2 y2 padded g3 w3 y3",
     (FORWARD, BYTES): "g1 g2 w1 y1 padded g3 w2 y2 w3 y3",
     (FORWARD, 2 * BYTES): "g1 g2 padded g3 w1 y1 w2 y2 w3 y3",
-    (BACKWARD, 0): "d1 r1 dx w1 n1 d2 r2 w2 d3 r3 w3 unread",
+    (BACKWARD, 0): "d1 r1 w1 dx n1 d2 r2 w2 d3 r3 w3 unread",
     (BACKWARD, BYTES): "d1 r1 dx d2 w1 n1 r2 d3 w2 r3 unread w3",
     (BACKWARD, 2 * BYTES): "d1 r1 dx d2 r2 d3 w1 n1 r3 unread w2 w3",
 }
