@@ -128,6 +128,9 @@ FILL_DIAGONAL = PatchPoint(
 MODULE_GETATTRIBUTE = PatchPoint(
     "torch.nn:Module.__getattribute__", "a capture depends on the attributes that forward reads"
 )
+MODULE_SETATTR = PatchPoint(
+    "torch.nn:Module.__setattr__", "a graph is for the values of the attributes that forward sets"
+)
 NEW_FAKE_TENSOR = PatchPoint(
     "torch._subclasses.fake_tensor:FakeTensor.__new__",
     "finds tensors that forward stores outside the module",

@@ -21,19 +21,17 @@ from onnxtrain.torch_compat.fake_tensors import FakeTensor, remember_item, remem
 _ROUNDS_DOWN = ("floor", "trunc")  # of numbers that are not negative
 
 
-def _divide(original: Callable[..., torch.Tensor], x: Any, y: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    result = original(x, y, *args, **kwargs)
-    if not args and kwargs.keys() == {"rounding_mode"} and kwargs["rounding_mode"] in _ROUNDS_DOWN:
-        _remember(operator.floordiv, result, x, y)
+def _divide(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    result = original(*args, **kwargs)
+    if len(args) == 2 and kwargs.keys() == {"rounding_mode"} and kwargs["rounding_mode"] in _ROUNDS_DOWN:
+        _remember(operator.floordiv, result, *args)
     return result
 
 
-def _arithmetic(
-    operation: Callable[[Any, Any], Any], original: Callable[..., Any], x: Any, y: Any, *args: Any, **kwargs: Any
-) -> Any:
-    result = original(x, y, *args, **kwargs)
-    if not args and not kwargs:
-        _remember(operation, result, x, y)
+def _arithmetic(operation: Callable[[Any, Any], Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    if len(args) == 2 and not kwargs:
+        _remember(operation, result, *args)
     return result
 
 

@@ -27,7 +27,7 @@ from onnxtrain.capture.sharded.layout import is_sharded
 from onnxtrain.capture.source_location import PACKAGE, PYTORCH
 from onnxtrain.capture.structure import Identity, constant_key
 from onnxtrain.errors import CaptureError
-from onnxtrain.torch_compat.patch_points import MODULE_GETATTRIBUTE
+from onnxtrain.torch_compat.patch_points import MODULE_GETATTRIBUTE, MODULE_SETATTR
 from onnxtrain.torch_compat.tensors import version_of
 from onnxtrain.torch_compat.tracing import module_of_user
 
@@ -529,10 +529,13 @@ def _owner_and_name(module: torch.nn.Module, name: str) -> tuple[int, str]:
 
 @contextmanager
 def attribute_reads() -> Iterator[set[tuple[int, str]]]:
-    """Collect the attributes of modules that this thread reads: forward does not depend on any other."""
+    """Collect the attributes of modules that this thread reads: forward does not depend on any other.
+
+    Also those that it sets: a graph, which does not set them, is only for a module that has their values already.
+    """
     owner = threading.get_ident()
     reads: set[tuple[int, str]] = set()
-    original = MODULE_GETATTRIBUTE.original
+    original_get, original_set = MODULE_GETATTRIBUTE.original, MODULE_SETATTR.original
 
     def read(self: torch.nn.Module, name: str) -> Any:
         if threading.get_ident() == owner:
@@ -540,9 +543,14 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
                 reads.add((id(module_of_user(self)), name))
             elif _may_be_forward(sys._getframe(1).f_code.co_filename):
                 reads.add((id(module_of_user(self)), "*"))
-        return original(self, name)
+        return original_get(self, name)
 
-    with MODULE_GETATTRIBUTE.wrapped(lambda original: read):
+    def write(self: torch.nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() == owner and _may_be_forward(sys._getframe(1).f_code.co_filename):
+            reads.add((id(module_of_user(self)), name))
+        original_set(self, name, value)
+
+    with MODULE_GETATTRIBUTE.wrapped(lambda original: read), MODULE_SETATTR.wrapped(lambda original: write):
         yield reads
 
 

@@ -418,7 +418,10 @@ class _Walk:
         self._visit_globals(code, function.__globals__, is_user_code=True)
 
     def _visit_globals(self, code: CodeType, scope: _Scope, *, is_user_code: bool) -> None:
-        """Add the globals that code reads. In user code, also follow the contents of globals and further names."""
+        """Add the globals that code reads. In user code, also follow the contents of globals and further names.
+
+        User code may also assign globals: a graph, which does not, is only for the values that they have already.
+        """
         if id(code) in self.codes:
             return
         self.codes[id(code)] = (code, scope)
@@ -429,7 +432,8 @@ class _Walk:
                 _, _, names = self.writes.setdefault(id(scope), (scope, str(scope.get("__name__")), set()))
                 names |= used.written
             self._builtins.setdefault(id(scope), (scope, set()))[1].update(used.globals - scope.keys())
-        for name in sorted(used.globals & scope.keys()):
+        assigned = used.written if is_user_code else frozenset()
+        for name in sorted((used.globals | assigned) & scope.keys()):
             self._add_global(scope, name, is_user_code=is_user_code)
         package = str(scope.get("__package__") or "")
         for name in sorted(used.imported):

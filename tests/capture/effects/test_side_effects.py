@@ -298,6 +298,30 @@ def test_a_global_that_forward_assigns_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert count_captures(module) == 1
 
 
+MODE: str | None = None
+
+
+class SetsModes(Base):
+    """Sets an attribute, one of a submodule and a global by the batch size, and reads none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = "many"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global MODE  # noqa: PLW0603  # what is tested
+        self.mode = self.inner.mode = MODE = "many" if len(x) > 3 else "few"
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_what_forward_sets_by_size_has_the_value_of_the_last_call() -> None:
+    module = SetsModes()
+    wrapped = ORTModule(module, log_level="ERROR")
+    for size in (5, 2, 6, 2, 2, 7, 5, 2, 5, 2):
+        wrapped(torch.randn(size, WIDTH))
+        assert module.mode == module.inner.mode == MODE == ("many" if size > 3 else "few")
+
+
 def test_without_fallback_the_module_is_left_as_it_was() -> None:
     module = CreatesRegisteredSubmodule()
     wrapped = ORTModule(module, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
