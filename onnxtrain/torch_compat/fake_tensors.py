@@ -90,7 +90,7 @@ remembered_item, remember_item = Internal[Any](
     _remembered_item,
     why="a tensor that forward computes from sizes alone has an item that these sizes determine",
     fallback=(lambda tensor: None, lambda tensor, item: None),
-    cost="forwards that use such a tensor as a size (Longformer, LED) run in pieces",
+    cost="forwards that use such a tensor as a size (Longformer, LED) have graph breaks",
     check=_remembers_items,
 ).get()
 

@@ -7,6 +7,8 @@ before the export continues.
   assigned, as the user's call would have done, and the module is captured again. If the second graph is the same, the
   call runs as a graph; if not (`if not self.ready: self.ready = True; self.scale.copy_(…)`), it runs in PyTorch.
 * A forward that assigns in every call (`self.calls += 1`) always runs in PyTorch, which does so.
+* A forward that assigns by sizes (`self.mode = "a" if len(x) > 3 else "b"`) has a graph for each value. What it assigns
+  is part of the key as what it reads is: a graph runs only where the module has the values already.
 * A call in which forward adds, replaces or removes submodules or parameters runs in PyTorch, which initializes them.
   The next call is captured.
 

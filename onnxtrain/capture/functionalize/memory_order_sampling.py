@@ -10,13 +10,12 @@ another algorithm (`normal_kernel` in aten/src/ATen/native/cpu/DistributionTempl
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from onnxtrain.capture import source_location
+from onnxtrain.capture.functionalize.memory_order import add_view, memory_order
 from onnxtrain.capture.node_storage import example_size
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.tensors import is_contiguous_or_false
@@ -86,26 +85,8 @@ def _permute(node: Node, *, is_fill: bool) -> None:
         node.replace_all_uses_with(restored, delete_user_cb=lambda user: user is not restored)
 
 
-def memory_order(value: torch.Tensor) -> list[int]:
-    """Return the dimensions by descending stride, which is the same order at all sizes.
-
-    A dimension of size 1, whose stride is arbitrary, keeps its position.
-    """
-    strides = [example_size(stride) for stride in value.stride()]
-    sorted_dims = [dim for dim in range(value.dim()) if example_size(value.shape[dim]) != 1]
-    by_stride = iter(sorted(sorted_dims, key=lambda dim: -strides[dim]))
-    return [next(by_stride) if dim in sorted_dims else dim for dim in range(value.dim())]
-
-
 def _permuted(argument: Node, perm: list[int], node: Node) -> Node:
     """Permute a tensor argument in the same way as the tensor that it is broadcast to."""
     while argument.meta["val"].dim() < len(perm):
         argument = add_view(node, _aten.unsqueeze.default, argument, 0)
     return add_view(node, _aten.permute.default, argument, perm)
-
-
-def add_view(node: Node, target: Any, argument: Node, option: Any) -> Node:
-    """Add a view of `argument`, with the source location of `node`."""
-    view = node.graph.call_function(target, (argument, option))
-    view.meta = {**node.meta, "val": target(argument.meta["val"], option)}
-    return view

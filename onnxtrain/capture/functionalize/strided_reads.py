@@ -12,7 +12,7 @@ import torch
 from torch.export.exported_program import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from onnxtrain.capture.functionalize.memory_order_sampling import add_view, memory_order
+from onnxtrain.capture.functionalize.memory_order import add_view, memory_order
 
 _aten = torch.ops.aten
 

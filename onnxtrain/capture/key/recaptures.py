@@ -16,7 +16,7 @@ _CALLS_PER_RECAPTURE = 16  # on average, beyond those
 
 
 class ChangingStateError(CaptureError):
-    """A value that forward reads changes too often to be recaptured each time."""
+    """A value that forward reads or sets changes too often to be recaptured each time."""
 
 
 class ChangingNumberError(CaptureError):
@@ -44,7 +44,8 @@ class Recaptures:
         if count >= _FREE_RECAPTURES and call - first_call < _CALLS_PER_RECAPTURE * count:
             name, owner = change
             raise ChangingStateError(
-                f"forward reads {name} of {owner}, which changes every few calls, and each value needs its own graph",
+                f"forward reads or sets {name} of {owner}, which changes every few calls, and each value needs its own "
+                "graph",
                 where=Surroundings(self._module, state.reads).source_location(name),
                 expected=f"at most {_FREE_RECAPTURES} changes, or one in {_CALLS_PER_RECAPTURE} calls",
                 got=f"{count + 1} changes in {call - first_call + 1} calls",

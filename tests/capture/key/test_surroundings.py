@@ -267,7 +267,7 @@ def test_a_value_that_changes_on_each_call(kind: type[outside.Model], name: str,
             check(model, ours)
     assert captures(ours) == 5
     [warning] = [w for w in warned if w.category is UserWarning]
-    assert f"forward reads {name} of global" in str(warning.message)
+    assert f"forward reads or sets {name} of global" in str(warning.message)
     assert f"{__file__}:{kind.forward.__code__.co_firstlineno + 1} in forward" in str(warning.message)
 
 
