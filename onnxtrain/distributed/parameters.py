@@ -83,9 +83,9 @@ def _check_layout(parameter: DTensor, where: str, mesh: DeviceMesh, placements: 
 def _check_bytes(least_bytes: int, bucket_bytes: int, in_flight_bytes: int) -> None:
     """Raise OptionError if a number of bytes is invalid."""
     for name, number, minimum, meaning, remedy in (
-        ("least_bytes", least_bytes, 1, "keep gathered", "keep only the parameter that forward reads last"),
+        ("least_bytes", least_bytes, 1, "keep gathered for backward", "keep the last one that forward reads"),
         ("bucket_bytes", bucket_bytes, 0, "communicate together", "communicate each parameter by itself"),
-        ("in_flight_bytes", in_flight_bytes, 0, "communicate meanwhile", "wait for each collective at once"),
+        ("in_flight_bytes", in_flight_bytes, 0, "keep in flight", "wait for each collective at once"),
     ):
         if number < minimum:
             raise OptionError(
