@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
 import torch
 
@@ -42,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     set_device(name)
     if not config.getoption("--slow"):  # with it, each run draws other examples
+        hypothesis = importlib.import_module("hypothesis")  # after pytest has prepared its assertions
         hypothesis.settings.register_profile("same examples", derandomize=True, database=None)
         hypothesis.settings.load_profile("same examples")
     library._DELAY_S = 0.0  # build the native library at once instead of after the first step

@@ -301,25 +301,47 @@ def test_a_global_that_forward_assigns_once(monkeypatch: pytest.MonkeyPatch) -> 
 MODE: str | None = None
 
 
-class SetsModes(Base):
-    """Sets an attribute, one of a submodule and a global by the batch size, and reads none of them."""
+class SetsAttribute(Base):
+    """Sets what it never reads by the batch size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mode = "many"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        global MODE  # noqa: PLW0603  # what is tested
-        self.mode = self.inner.mode = MODE = "many" if len(x) > 3 else "few"
+        self.mode = "many" if len(x) > 3 else "few"
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-def test_what_forward_sets_by_size_has_the_value_of_the_last_call() -> None:
-    module = SetsModes()
+class SetsAttributeOfSubmodule(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.mode = "many" if len(x) > 3 else "few"
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class SetsGlobal(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global MODE  # noqa: PLW0603  # what is tested
+        MODE = "many" if len(x) > 3 else "few"
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("build", "mode"),
+    [
+        (SetsAttribute, lambda module: module.mode),
+        (SetsAttributeOfSubmodule, lambda module: module.inner.mode),
+        (SetsGlobal, lambda module: MODE),
+    ],
+)
+def test_what_forward_sets_by_size_has_the_value_of_the_last_call(
+    build: type[nn.Module], mode: Callable[[nn.Module], str]
+) -> None:
+    module = build()
     wrapped = ORTModule(module, log_level="ERROR")
     for size in (5, 2, 6, 2, 2, 7, 5, 2, 5, 2):
         wrapped(torch.randn(size, WIDTH))
-        assert module.mode == module.inner.mode == MODE == ("many" if size > 3 else "few")
+        assert mode(module) == ("many" if size > 3 else "few")
 
 
 def test_without_fallback_the_module_is_left_as_it_was() -> None:
