@@ -27,6 +27,7 @@ from onnxtrain.capture.blocks.instantiate import instantiate
 from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.repeated_blocks import RepeatedBlocks
 from onnxtrain.capture.convert.convert import convert
+from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes, find_assigned_attributes
 from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
 from onnxtrain.capture.effects.layout_changes import Layouts
@@ -59,7 +60,7 @@ from onnxtrain.capture.guards.element_decisions import ElementDecisions, Undecid
 from onnxtrain.capture.guards.guards import Guards, compile_guards
 from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
-from onnxtrain.capture.key.key import attribute_reads
+from onnxtrain.capture.key.attribute_accesses import AttributeAccesses, attribute_reads
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.refusals import refuse_moved_results, refuse_outside_tensor
 from onnxtrain.capture.sharded.gathered import gather_before_readers, sharded_parameters
@@ -123,6 +124,7 @@ class Captured:
         kept_results: the indices of forward's output tensors that the option keep_outputs keeps; None: all.
         stored_name: the name of the stored capture that this one was loaded from or saved as; "" if there is none.
         written_views: results that are views of tensors that `mutations` change.
+        assigned: attributes of modules that each call assigns; not among `reads`.
     """
 
     model: ir.Model
@@ -132,6 +134,7 @@ class Captured:
     sizes: tuple[Size, ...]
     output: OutputStructure
     guards: Guards
+    assigned: AssignedAttributes
     reads: frozenset[tuple[int, str]] = frozenset()
     constants: tuple[torch.Tensor, ...] = ()
     took_ms: float = 0.0
@@ -146,7 +149,7 @@ class Captured:
             == [(v.dtype, v.shape) for v in other.model.graph.inputs]
             and self.sources == other.sources
             and (self.result_count, self.mutations, self.sizes) == (other.result_count, other.mutations, other.sizes)
-            and self.written_views == other.written_views
+            and (self.written_views, self.assigned) == (other.written_views, other.assigned)
             and self.output == other.output
             and (self.stored_name == other.stored_name != "" or self.guards.same_graph(other.guards))
         )
@@ -156,11 +159,13 @@ class _OutputHolder:
     """Carries the output's structure out of torch.export, which undoes assignments to a module's attributes."""
 
     structure: OutputStructure
+    assigned: AssignedAttributes
 
 
 class _Wrapper(torch.nn.Module):
     """The user's module as a function of a flat list of tensors."""
 
+    accesses: AttributeAccesses
     elements: ElementDecisions
     surroundings: Surroundings
     local_tensors: Callable[[], AbstractContextManager[None]]
@@ -175,6 +180,7 @@ class _Wrapper(torch.nn.Module):
     ) -> None:
         super().__init__()
         # Not through Module.__setattr__, which would register the module a second time.
+        self.__dict__["accesses"] = AttributeAccesses()
         self.__dict__["elements"] = elements
         self.__dict__["_side_effects"] = side_effects
         self.__dict__["surroundings"] = side_effects.surroundings
@@ -190,7 +196,7 @@ class _Wrapper(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[Any]:
         side_effects: SideEffects = self.__dict__["_side_effects"]
         args, kwargs = self.structure.unflatten(tensors)
-        with side_effects.watching():
+        with side_effects.watching(), self.accesses.of_one_run():
             return self._results(args, kwargs, tensors, side_effects)
 
     def _results(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], side_effects: SideEffects) -> list[Any]:
@@ -209,7 +215,9 @@ class _Wrapper(torch.nn.Module):
                 expected="at least one tensor among the arguments or results",
                 todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",
             )
-        side_effects.check()
+        assigned_sizes, assigned = find_assigned_attributes(self.module, self.accesses.set_first())
+        self.output.assigned = assigned
+        side_effects.check(assigned.of(self.module))
         refuse_moved_results(leaves, [*tensors, *self.module.parameters(), *self.module.buffers()])
         layouts.check()
         buffers.write(leaves)
@@ -223,8 +231,7 @@ class _Wrapper(torch.nn.Module):
             )
         del args, kwargs
         self.fakes.record_held([*leaves, *tensors])
-        results: list[Any] = leaves
-        return results
+        return [*leaves, *assigned_sizes]
 
 
 def capture(
@@ -298,11 +305,11 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
         wrapper.local_tensors(),
         sampling_by_nodes(module, wrapper.surroundings.codes.values(), calls),
     ):
-        with attribute_reads() as reads, outside.recording():
-            program = _export_blocks_once(wrapper, decisions, reads, outside)
+        with attribute_reads(wrapper.accesses) as reads, outside.recording():
+            program = _export_blocks_once(wrapper, decisions, outside)
             while wrapper.elements.is_undecided:
                 wrapper.elements.decide(program)
-                program = _export_blocks_once(wrapper, decisions, reads, outside)
+                program = _export_blocks_once(wrapper, decisions, outside)
         wrapper.fakes.check(module)
         with _internal_errors(module):
             decide_copies(program, decisions)
@@ -321,14 +328,14 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
         if outside_is_input:
             outside.find(module, reads, decisions.examples, (t for decision in answered for t in decision.lifted))
         origins = _input_origins(program, module, len(names), parts, outside)
-        output = wrapper.output.structure
-        captured = _assemble(program, origins, converted.model, converted.outputs, output, names, guards)
+        captured = _assemble(program, origins, converted.model, converted.outputs, wrapper.output, names, guards)
         gather_before_readers(captured.model.graph, module)
         if traced is not None:
             targets = [mutation.target for mutation in captured.mutations]
             views = written_views(traced, program, targets, captured.model.graph.inputs)
             captured = replace(captured, written_views=tuple(views))
-    return replace(captured, reads=frozenset(reads), constants=(*captured.constants, *outside.constants))
+    own_reads = reads - captured.assigned.of(module)
+    return replace(captured, reads=frozenset(own_reads), constants=(*captured.constants, *outside.constants))
 
 
 def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:
@@ -336,14 +343,12 @@ def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:
     return internal_errors_as(CaptureError, problem)
 
 
-def _export_blocks_once(
-    wrapper: _Wrapper, decisions: SizeDecisions, reads: set[tuple[int, str]], outside: OutsideTensors
-) -> ExportedProgram:
+def _export_blocks_once(wrapper: _Wrapper, decisions: SizeDecisions, outside: OutsideTensors) -> ExportedProgram:
     """Export forward, and trace each of its repeated blocks once; all of them, if their calls cannot be replaced."""
     events = [lambda: wrapper.elements.count, lambda: len(outside.constants)]
     surroundings = Outside(wrapper.surroundings, events, wrapper.fakes.count, wrapper.fakes.holds)
     hidden = wrapper.hidden
-    blocks = RepeatedBlocks(wrapper.module, reads, surroundings, hidden)
+    blocks = RepeatedBlocks(wrapper.module, wrapper.accesses, surroundings, hidden)
     try:
         with hidden.hiding():
             program = _export(wrapper, decisions, blocks.recording())
@@ -433,7 +438,7 @@ def _assemble(
     origins: _InputOrigins,
     model: ir.Model,
     outputs: list[Any],
-    structure: OutputStructure,
+    output: _OutputHolder,
     names: Sequence[str],
     guards: Guards,
 ) -> Captured:
@@ -469,7 +474,12 @@ def _assemble(
     graph.outputs.extend([*results, *(v for v, _ in mutated)])
     _name_inputs(graph, sources, names)
     constants = tuple(tensor for _, tensor in origins.lifted)
-    return Captured(model, sources, len(results), mutations, tuple(sizes_out), structure, guards, constants=constants)
+    count = len(sizes_out) - output.assigned.size_count
+    assigned = replace(output.assigned, sizes=tuple(sizes_out[count:]))
+    own_sizes = tuple(sizes_out[:count])
+    return Captured(
+        model, sources, len(results), mutations, own_sizes, output.structure, guards, assigned, constants=constants
+    )
 
 
 def _target_name(source: Source, call_inputs: dict[str, int]) -> str:

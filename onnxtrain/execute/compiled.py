@@ -125,6 +125,25 @@ def runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any]
     return lambda *tensors: unflatten(units.unit(tensors)(tensors), _sizes(captured, tensors))
 
 
+def assigning(run: Callable[..., Any], captured: Captured, module: torch.nn.Module) -> Callable[..., Any]:
+    """Return `run`, a runner, followed by the assignments to attributes of `module` that forward makes."""
+    assigned = captured.assigned
+    if not assigned.targets:
+        return run
+    holders = [(module.get_submodule(path).__dict__, name) for path, name in assigned.targets]
+    inputs, values_of = captured.model.graph.inputs, assigned.values.unflatten
+
+    def run_and_assign(*tensors: torch.Tensor) -> Any:
+        output = run(*tensors)
+        symbol_values = bind_symbols(inputs, tensors) if assigned.sizes else {}
+        values = values_of((), tuple(sizes.evaluate(size, symbol_values) for size in assigned.sizes))
+        for (attributes, name), value in zip(holders, values, strict=True):
+            attributes[name] = value
+        return output
+
+    return run_and_assign
+
+
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return the sizes that forward returns as ints."""
     symbol_values = bind_symbols(captured.model.graph.inputs, tensors)

@@ -33,7 +33,7 @@ from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
 from onnxtrain.compile import compile_module
 from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, KernelError, ORTModuleFallbackException
-from onnxtrain.execute.compiled import Compiled
+from onnxtrain.execute.compiled import Compiled, assigning
 from onnxtrain.execute.cuda_recorder import Recorders
 from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.frontend.eager_operators import with_eager_operators
@@ -85,13 +85,16 @@ class _Entry:
 
         If so, extend the guards to it.
         """
-        if self.compiled is None or self.compiled.captured.output != captured.output:
+        if self.compiled is None:
             return False
-        if not self.compiled.captured.guards.adopt(captured.guards):
+        mine = self.compiled.captured
+        if (mine.output, mine.assigned) != (captured.output, captured.assigned):
+            return False
+        if not mine.guards.adopt(captured.guards):
             return False
         if not captured.reads <= self.reads:  # forward read more at these sizes: it becomes part of the state, too
             self.reads |= captured.reads
-            self.state = ModuleState(module, self.state.names, self.reads, self.compiled.captured.constants)
+            self.state = ModuleState(module, self.state.names, self.reads, mine.constants)
             self.fast_path = None
         return True
 
@@ -354,7 +357,8 @@ class Engine:
             compiled = compile_module(module, captured, inputs, self._options, rerun, self._entry_point.recorders)
             if not self._options.cuda_graphs:  # a recording reads the tensors of one module
                 twins.append(compiled)
-        entry = _Entry(state, replace(compiled, run=taking_local_tensors(compiled.run, given)))
+        run = taking_local_tensors(assigning(compiled.run, captured, module), given)
+        entry = _Entry(state, replace(compiled, run=run))
         self._entries.setdefault(key, []).append(entry)
         self._newest = compiled
         self.captures += 1

@@ -9,7 +9,7 @@ import torch
 
 import onnxtrain
 from onnxtrain.capture import source_location
-from onnxtrain.capture.key import snapshot
+from onnxtrain.capture.key import attribute_accesses
 
 pytestmark = pytest.mark.everywhere
 
@@ -27,19 +27,19 @@ OTHERS = (PACKAGE / "frontend" / "ort_module.py", PACKAGE / "capture" / "capture
 @pytest.mark.parametrize("file", USERS, ids=str)
 def test_user_files(file: Path) -> None:
     assert source_location.is_user_file(str(file))
-    assert snapshot._may_be_forward(str(file))
+    assert attribute_accesses._may_be_forward(str(file))
 
 
 @pytest.mark.parametrize("file", OTHERS, ids=str)
 def test_files_of_pytorch_and_onnxtrain(file: Path) -> None:
     assert not source_location.is_user_file(str(file))
-    assert not snapshot._may_be_forward(str(file))
+    assert not attribute_accesses._may_be_forward(str(file))
 
 
 def test_layers_of_pytorch_are_forward_code_but_not_user_code() -> None:
     layer = str(PYTORCH / "nn" / "modules" / "linear.py")
-    assert snapshot._may_be_forward(layer)
-    assert not snapshot._may_be_forward(torch.nn.modules.module.__file__)
+    assert attribute_accesses._may_be_forward(layer)
+    assert not attribute_accesses._may_be_forward(torch.nn.modules.module.__file__)
     assert not source_location.is_user_file(layer)
 
 

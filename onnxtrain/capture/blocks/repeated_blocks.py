@@ -26,6 +26,7 @@ from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.traced_call import Slots, TracedCall, traced_call
 from onnxtrain.capture.export.checkpoint_regions import current_annotations, current_region
 from onnxtrain.capture.export.fake_tensors import Fakes
+from onnxtrain.capture.key.attribute_accesses import AttributeAccesses
 from onnxtrain.capture.key.key import environment
 from onnxtrain.capture.key.snapshot import submodules
 from onnxtrain.capture.node_storage import StoragesOfCopy
@@ -100,7 +101,7 @@ class RepeatedBlocks:
 
     Args:
         module: the user's module.
-        reads: the attributes that forward has read so far, which `attribute_reads` adds to.
+        accesses: the attributes that forward has read and set so far.
         outside: watches what is outside of the blocks.
         hidden: the parameters that torch.export does not see.
 
@@ -109,11 +110,11 @@ class RepeatedBlocks:
     """
 
     def __init__(
-        self, module: torch.nn.Module, reads: set[tuple[int, str]], outside: Outside, hidden: HiddenParameters
+        self, module: torch.nn.Module, accesses: AttributeAccesses, outside: Outside, hidden: HiddenParameters
     ) -> None:
         self.copies: list[Copy] = []
         self._hidden = hidden
-        self._reads = reads
+        self._accesses = accesses
         self._outside = outside
         self._modules = [submodule for _, submodule in submodules(module)]
         self._kinds = structure_numbers(module)
@@ -206,15 +207,10 @@ class RepeatedBlocks:
             before = block.all_attributes(), self._values_outside(block)
         created, region = self._outside.count_tensors(), current_region()
         last = next(iter(reversed(tracer.graph.nodes)), None)  # not an iterator before PyTorch 2.13
-        earlier_reads = self._reads.copy()
-        self._reads.clear()
-        try:
+        with self._accesses.of_block() as read_or_set:
             result = forward(*args, **kwargs)
-        finally:
-            new_reads = self._reads.copy()
-            self._reads |= earlier_reads
         self._attempts[kind] += 1
-        reads, is_same_environment = block.reads_in(new_reads), environment() == self._environment
+        reads, is_same_environment = block.reads_in(read_or_set), environment() == self._environment
         if reads is None or not is_same_environment:
             return result
         traced = [*itertools.takewhile(lambda node: node is not last, reversed(tracer.graph.nodes))][::-1]
@@ -254,7 +250,7 @@ class RepeatedBlocks:
         self, tracer: Any, template: Template, block: Block, slots: Slots, tensors: Sequence[torch.Tensor]
     ) -> Any:
         """Add the call node of a copy to the trace; return results for it. `tensors` are those of the slots."""
-        self._reads.update(block.ids_of(template.reads))
+        self._accesses.reads.update(block.ids_of(template.reads))
         call = template.call
         for node in call.nodes:
             node.meta[TEMPLATE] = id(template)  # torch.export may replace a node by another with the same metadata

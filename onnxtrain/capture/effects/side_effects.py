@@ -7,12 +7,12 @@ before the export continues.
   assigned, as the user's call would have done, and the module is captured again. If the second graph is the same, the
   call runs as a graph; if not (`if not self.ready: self.ready = True; self.scale.copy_(…)`), it runs in PyTorch.
 * A forward that assigns in every call (`self.calls += 1`) always runs in PyTorch, which does so.
-* A forward that assigns by sizes (`self.mode = "a" if len(x) > 3 else "b"`) has a graph for each value. What it assigns
-  is part of the key as what it reads is: a graph runs only where the module has the values already.
+* `assigned_attributes.py` repeats the assignments to attributes of modules that forward does not read before.
 * A call in which forward adds, replaces or removes submodules or parameters runs in PyTorch, which initializes them.
   The next call is captured.
 
-Globals that forward assigns are treated as attributes are.
+Globals that forward assigns are treated as attributes are. They and what else is assigned are part of the key as what
+forward reads is: a graph runs only where they have the values already (`global mode; mode = "a" if len(x) > 3 …`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from onnxtrain.capture.key.attribute_accesses import Attribute
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.errors import CaptureError
 
@@ -37,7 +38,7 @@ _IGNORED = frozenset({*_TABLES, *_DERIVED})
 # The tables of hooks, which `key.snapshot` compares.
 _HOOKS = frozenset(name for name, table in torch.nn.Module().__dict__.items() if type(table) is OrderedDict)
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _DEPTH = 4  # levels of nested objects and containers that are watched
 _REMOVED = object()  # the value of a removed key
 
@@ -75,7 +76,7 @@ class _Change:
     @property
     def is_assignment(self) -> bool:
         """Whether it assigns an immutable value to an attribute, an item of a dict or a global."""
-        return isinstance(self.holder, dict | _Globals) and isinstance(self.after, _IMMUTABLE)
+        return isinstance(self.holder, dict | _Globals) and isinstance(self.after, IMMUTABLE)
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,11 @@ class SideEffects:
             elif type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict:
                 self._copy(value.__dict__, inner, copies, visited, depth - 1)
 
-    def check(self) -> None:
+    def check(self, assigned: Collection[Attribute]) -> None:
         """Compare the state with that at entry of `watching`.
+
+        Args:
+            assigned: attributes that each call of the graph assigns.
 
         Raises:
             FirstCallError: forward added, replaced or removed a submodule or parameter.
@@ -191,7 +195,12 @@ class SideEffects:
         for change in changes:
             if isinstance(change.holder, _Table) and not change.holder.are_buffers:
                 raise self._first_call_error(change)
-        changes = [change for change in changes if not isinstance(change.holder, _Table)]
+        names = {(id(m.__dict__), name) for m in self._module.modules() for owner, name in assigned if owner == id(m)}
+        changes = [
+            change
+            for change in changes
+            if not isinstance(change.holder, _Table) and (id(change.holder), change.key) not in names
+        ]
         if not all(change.is_assignment for change in changes):
             raise SideEffectError(*self._problem(changes))
         self._changes = changes
@@ -296,7 +305,7 @@ def _changes(path: str, holder: Any, before: Any) -> list[_Change]:
 def _is_unchanged(before: Any, after: Any) -> bool:
     if before is after:
         return True
-    return isinstance(before, _IMMUTABLE) and type(before) is type(after) and bool(before == after)
+    return isinstance(before, IMMUTABLE) and type(before) is type(after) and bool(before == after)
 
 
 def _join(path: str, key: Any) -> str:
@@ -306,4 +315,4 @@ def _join(path: str, key: Any) -> str:
 def _show(value: Any) -> str:
     if value is _REMOVED:
         return "absent"
-    return repr(value) if isinstance(value, _IMMUTABLE) else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, IMMUTABLE) else f"a {type(value).__name__}"

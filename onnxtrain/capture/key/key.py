@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.backends import mha
 
+from onnxtrain.capture.key.attribute_accesses import attribute_reads
 from onnxtrain.capture.key.self_check import detects_each_kind_of_change
-from onnxtrain.capture.key.snapshot import Reads, Snapshot, attribute_reads
+from onnxtrain.capture.key.snapshot import Reads, Snapshot
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.structure import PLAIN_TENSORS
 from onnxtrain.torch_compat.dispatch import count_function_modes, is_any_autocast_enabled, is_device_context

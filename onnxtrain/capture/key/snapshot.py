@@ -9,10 +9,8 @@ from __future__ import annotations
 import enum
 import logging
 import operator
-import sys
 import threading
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import EllipsisType, MemberDescriptorType, ModuleType, NoneType
 from typing import Any, TypeAlias
@@ -24,12 +22,9 @@ from torch.nn.modules import module as torch_module
 from onnxtrain.capture.four_bit_weights import quantization_state, state_tensors
 from onnxtrain.capture.key.tensor_checks import TENSOR_FACT_NAMES, PythonCheck, cpp_check, state_tensor_facts
 from onnxtrain.capture.sharded.layout import is_sharded
-from onnxtrain.capture.source_location import PACKAGE, PYTORCH
 from onnxtrain.capture.structure import Identity, constant_key
 from onnxtrain.errors import CaptureError
-from onnxtrain.torch_compat.patch_points import MODULE_GETATTRIBUTE, MODULE_SETATTR
 from onnxtrain.torch_compat.tensors import version_of
-from onnxtrain.torch_compat.tracing import module_of_user
 
 Reads: TypeAlias = Collection[tuple[int, str]]  # id of a module, name of an attribute; "*": all names
 
@@ -525,40 +520,3 @@ def _owner_and_name(module: torch.nn.Module, name: str) -> tuple[int, str]:
         module = child
         del steps[0]
     return id(module), ".".join(steps)
-
-
-@contextmanager
-def attribute_reads() -> Iterator[set[tuple[int, str]]]:
-    """Collect the attributes of modules that this thread reads: forward does not depend on any other.
-
-    Also those that it sets: a graph, which does not set them, is only for a module that has their values already.
-    """
-    owner = threading.get_ident()
-    reads: set[tuple[int, str]] = set()
-    original_get, original_set = MODULE_GETATTRIBUTE.original, MODULE_SETATTR.original
-
-    def read(self: torch.nn.Module, name: str) -> Any:
-        if threading.get_ident() == owner:
-            if name != "__dict__":
-                reads.add((id(module_of_user(self)), name))
-            elif _may_be_forward(sys._getframe(1).f_code.co_filename):
-                reads.add((id(module_of_user(self)), "*"))
-        return original_get(self, name)
-
-    def write(self: torch.nn.Module, name: str, value: Any) -> None:
-        if threading.get_ident() == owner and _may_be_forward(sys._getframe(1).f_code.co_filename):
-            reads.add((id(module_of_user(self)), name))
-        original_set(self, name, value)
-
-    with MODULE_GETATTRIBUTE.wrapped(lambda original: read), MODULE_SETATTR.wrapped(lambda original: write):
-        yield reads
-
-
-def _may_be_forward(file: str) -> bool:
-    """Return whether a file may contain code of a forward.
-
-    Torch.export, nn.Module and onnxtrain read every `__dict__`.
-    """
-    if file.startswith(PYTORCH):
-        return file.startswith(f"{PYTORCH}nn/") and file != torch_module.__file__
-    return not file.startswith(PACKAGE)

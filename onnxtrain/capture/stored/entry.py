@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 
 from onnxtrain.capture.capture import Captured, Mutation, Source
+from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes
 from onnxtrain.capture.effects.written_views import WrittenView
 from onnxtrain.capture.guards.guards import Guards, StoredGuards
 from onnxtrain.capture.key.executed_code import Files, Globals
@@ -23,7 +24,7 @@ from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.stored import expressions, graph
 from onnxtrain.capture.stored.containers import output_from_json, output_to_json
 
-FORMAT = 3  # files of another format are not loaded
+FORMAT = 4  # files of another format are not loaded
 _GRAPH, _CAPTURE = "graph.onnx", "capture.json"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed time, so that equal captures give equal bytes
 
@@ -62,6 +63,11 @@ def to_bytes(captured: Captured, conditions: Conditions) -> bytes:
         "mutations": [asdict(mutation) for mutation in captured.mutations],
         "written_views": [asdict(view) for view in captured.written_views],
         "sizes": captured.sizes,
+        "assigned": {
+            "targets": captured.assigned.targets,
+            "values": output_to_json(captured.assigned.values),
+            "sizes": captured.assigned.sizes,
+        },
         "output": output_to_json(captured.output),
         "guards": _guards_to_json(captured.guards.to_stored()),
         "graph_extra": graph_extra,
@@ -110,6 +116,7 @@ class Entry:
             sizes=tuple(parts["sizes"]),
             output=output_from_json(parts["output"]),
             guards=self.guards,
+            assigned=_assigned(parts["assigned"]),
             reads=reads,
             stored_name=name,
         )
@@ -119,6 +126,12 @@ def _written_view(parts: Mapping[str, Any]) -> WrittenView:
     strides = parts["target_strides"]
     target_strides = None if strides is None else tuple(strides)
     return WrittenView(parts["result"], parts["target"], target_strides, tuple(parts["strides"]), parts["offset"])
+
+
+def _assigned(parts: Mapping[str, Any]) -> AssignedAttributes:
+    targets = tuple((str(path), str(name)) for path, name in parts["targets"])
+    assigned_sizes = tuple(parts["sizes"])
+    return AssignedAttributes(targets, output_from_json(parts["values"]), len(assigned_sizes), assigned_sizes)
 
 
 def _guards_to_json(stored: StoredGuards) -> Any:
