@@ -25,6 +25,7 @@ from onnxtrain.graph.values import dtype_of, is_differentiable_type, is_float, s
 from onnxtrain.ops import BY_BODY, NOT_DIFFERENTIABLE, OpDef, builder, definition_of
 from onnxtrain.ops.aten_node import aten_sum
 from onnxtrain.ops.bodies import inline_bodies
+from onnxtrain.ops.definition import ZEROS, Zeros
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ class _Walk:
         self._op = op
         self._active = active
         self._sums: dict[ir.Value, ir.Value] = {}
+        self._zeros: set[ir.Value] = set()  # whose cotangent is zeros, unless it is in `_sums`
         self.used_names: set[str | None] = set()  # names of the cotangent inputs
 
     def add(self, value: ir.Value, cotangent: ir.Value) -> None:
@@ -165,6 +167,8 @@ class _Walk:
 
     def total(self, value: ir.Value) -> ir.Value | None:
         """Return the sum of all contributions; None if there is none."""
+        if value in self._zeros and value not in self._sums:
+            self._sums[value] = self._op.Expand(self._op.scalar(0.0, like=value), self._op.shape_of(value))
         result = self._sums.get(value)
         if result is None:
             return None
@@ -177,14 +181,22 @@ class _Walk:
     def visit(self, node: ir.Node) -> None:
         definition = definition_of(node)
         active = _active_inputs(node, definition, self._active)
-        if not active or not any(v in self._sums for v in node.outputs):
+        has_zeros = any(v in self._zeros for v in node.outputs)
+        has_sums = any(v in self._sums for v in node.outputs)
+        if not active or not (has_zeros or has_sums):
+            return
+        if active <= definition.moved_inputs and not has_sums:
+            names = map(definition.input_name, range(len(node.inputs)))
+            self._zeros.update(
+                v for v, name in zip(node.inputs, names, strict=True) if v is not None and name in active
+            )
             return
         with self._op.at({**node.metadata_props, "gradient_of": node.name or node.op_type}):
             cotangents = [self.total(v) for v in node.outputs]
             assert isinstance(definition.gradient, tuple)
             rule = definition.gradient[0]
             result = rule.build(self._op, definition.view(node, active), *cotangents)
-            gradients = (result,) if result is None or isinstance(result, ir.Value) else tuple(result)
+            gradients = (result,) if result is None or isinstance(result, ir.Value | Zeros) else tuple(result)
             if len(gradients) != len(node.inputs):
                 raise GradientError(
                     f"the gradient rule of {definition.name} returned the wrong number of gradients",
@@ -196,7 +208,11 @@ class _Walk:
             for index, (value, gradient) in enumerate(zip(node.inputs, gradients, strict=True)):
                 if value is None or gradient is None or value not in self._active:
                     continue
-                if definition.input_name(index) in active:
+                if definition.input_name(index) not in active:
+                    continue
+                if gradient is ZEROS:
+                    self._zeros.add(value)
+                else:
                     self.add(value, self._fit(gradient, value, node))
 
     def _fit(self, gradient: ir.Value, value: ir.Value, node: ir.Node) -> ir.Value:

@@ -35,10 +35,17 @@ def set_storages(meta: dict[str, Any], storages: StoragesOfCopy) -> None:
     meta[_COPIED] = storages
 
 
-def storages_of(node: Node) -> set[int]:
-    """Return the ids of the storages that a node's tensors had during the trace: a view shares its base's."""
-    values = pytree.tree_leaves(node.meta.get("val"))
-    storages = {s for v in values if isinstance(v, torch.Tensor) and (s := _storage(v)) is not None}
+def storages_of(node: Node, *, can_have_gradient: bool = False) -> set[int]:
+    """Return the ids of the storages that a node's tensors had during the trace: a view shares its base's.
+
+    Args:
+        node: the node.
+        can_have_gradient: leave out tensors of integers and booleans.
+    """
+    values = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    if can_have_gradient:
+        values = [v for v in values if v.is_floating_point() or v.is_complex()]
+    storages = {s for v in values if (s := _storage(v)) is not None}
     copied: StoragesOfCopy | None = node.meta.get(_COPIED)
     return storages if copied is None else {copied[storage] for storage in storages}
 

@@ -13,6 +13,7 @@ with `linecache`: tracebacks, debuggers and profilers show it, with the module p
 
 from __future__ import annotations
 
+import builtins
 import enum
 import itertools
 import keyword
@@ -181,6 +182,7 @@ class _Writer:
             "any_shapes",
             *(f"shape_{i}" for i in range(len(entry or ()))),
             "_",
+            *dir(builtins),  # sizes call min, max and int, and kernels may have these names
             *self.namespace,
         }
         self._lines: list[str] = []

@@ -73,6 +73,15 @@ class NotDifferentiable(enum.Enum):
 NOT_DIFFERENTIABLE = NotDifferentiable.NOT_DIFFERENTIABLE
 
 
+class Zeros(enum.Enum):
+    """A gradient of zeros, for which no value is computed where another gradient is added to it."""
+
+    ZEROS = enum.auto()
+
+
+ZEROS = Zeros.ZEROS
+
+
 class ByBody(enum.Enum):
     """Marks an op that is differentiated through its body."""
 
@@ -208,7 +217,7 @@ def _attribute_value(attribute: ir.Attr) -> Any:
 
 
 # A gradient rule: (builder, node, one cotangent or None per output) -> one gradient or None per input.
-GradientRule = Callable[..., "Sequence[ir.Value | None] | ir.Value | None"]
+GradientRule = Callable[..., "Sequence[ir.Value | Zeros | None] | ir.Value | Zeros | None"]
 # A body: (builder, node) -> the node's outputs, computed from its inputs and attributes by simpler ops.
 Body = Callable[[Builder, NodeView], "ir.Value | Sequence[ir.Value | None]"]
 FromTorch = Callable[..., Any]
@@ -220,8 +229,8 @@ class Gradient:
 
     Attributes:
         build: the rule. It takes cotangents in the order of the outputs and returns gradients in the order of the
-            inputs; for an op with one input it may return the value itself. A rule never un-broadcasts: the
-            differentiator does.
+            inputs; for an op with one input it may return the value itself. None: the input has no gradient; ZEROS: it
+            has one, of zeros. A rule never un-broadcasts: the differentiator does.
         reads: names of the inputs and outputs whose elements the rule reads; these are kept for backward.
     """
 

@@ -43,6 +43,21 @@ def gradients(joint: Joint, inputs: list[torch.Tensor], cotangents: list[torch.T
 FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_gradients_of_zeros_are_not_added(is_read: bool) -> None:
+    """A part of x is overwritten: that part has a gradient of zeros, which matters only if x has no other."""
+    op, (x, y) = start(x=(FLOAT, ("b",)), y=(FLOAT, (2,)))
+    part = op.Slice(x, op.constant([0], INT), op.constant([2], INT))
+    result = op.Sqrt(op.own.Overwritten(part, y))
+    joint = joint_of(op, [op.Add(result, op.ReduceSum(x, keepdims=0)) if is_read else result], [True, True])
+    assert not [n for n in joint.model.graph if n.op_type in ("Add", "SliceGrad") and n not in joint.forward_nodes]
+    dx, dy = gradients(joint, [torch.ones(5), torch.full((2,), 4.0)], [torch.tensor([1.0, 3.0])])
+    assert dx is not None
+    assert dx.tolist() == [4.0 if is_read else 0.0] * 5
+    assert dy is not None
+    assert dy.tolist() == [0.25, 0.75]
+
+
 def test_an_integer_has_no_gradient_though_one_is_asked_for() -> None:
     op, (x, n) = start(x=(FLOAT, ("b",)), n=(INT, ("b",)))
     joint = joint_of(op, [op.Mul(x, op.Cast(n, to=FLOAT)), op.Cast(n, to=FLOAT)], [True, True])

@@ -11,6 +11,7 @@ from torch.profiler import profile
 from onnxtrain import ORTModule
 from onnxtrain.execute.program import Program
 from onnxtrain.frontend.ort_module import engine_of
+from tests.reference import assert_matches
 
 
 class Net(nn.Module):
@@ -41,6 +42,19 @@ def test_a_line_names_its_module_and_source_location(program: Program) -> None:
 def test_sizes_are_python_integers(program: Program) -> None:
     assert ".size(0)" in program.source
     assert "torch.tensor" not in program.source
+
+
+class Smallest(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = torch.diagonal_scatter(x, x.diagonal() * 3)  # as long as the smallest of two sizes
+        return scaled.min(1).values
+
+
+def test_a_kernel_may_have_the_name_of_a_function_of_python() -> None:
+    module = ORTModule(Smallest(), fallback_policy="FALLBACK_DISABLE")
+    for shape in ((3, 2), (5, 4), (4, 5)):
+        x = torch.randn(shape)
+        assert_matches([module(x)], lambda module, x: [module(x)], Smallest(), x)
 
 
 def test_tracebacks_show_the_generated_line(program: Program) -> None:

@@ -70,6 +70,13 @@ DOCUMENTED = (
         "slices with a step of what interpolate resizes by a fraction",
     ),
     ("a tensor being mutated that has internal overlap", "unfold|expand|broadcast|meshgrid", "overlapping views"),
+    ("forward writes to a view made by unfold", "unfold", "writes through unfold"),
+    (
+        "Dimension out of range",
+        r"\.(squeeze|unsqueeze)_\(",
+        "the shape of a tensor changes in place after a view of it was taken",
+    ),
+    ("written-to tensor refers to a single memory location", "unfold|expand|broadcast|meshgrid", "overlapping views"),
     ("elements overlap in memory", "unfold|expand|broadcast|meshgrid", "overlapping views"),
     ("that is not contiguous with normal_", "normal_", "normal_ of strided memory"),
     ("tried to directly modify sizes for customized tensor", r"\.fft\.", "a Fourier transform of one element"),

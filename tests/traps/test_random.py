@@ -50,6 +50,7 @@ def unused(x: torch.Tensor) -> torch.Tensor:
 
 
 DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in place of a transpose": lambda x: F.dropout((x * 1).mT, 0.5, training=True, inplace=True),
     "one": lambda x: F.dropout(x, 0.3),
     "two of one tensor": lambda x: F.dropout(x, 0.3) - F.dropout(x, 0.3),
     "in another order": lambda x: x * F.dropout(x.tanh(), 0.1) + F.dropout(x, 0.7),

@@ -239,6 +239,42 @@ def test_a_write_to_an_overlapping_view_is_refused(text: str) -> None:
         ours(Calls(written(text)))(torch.randn(3, WIDTH))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "y = x * 2; y.unfold(0, 2, 3).fill_(0.9); v = y",
+        "y = x * 2; y.unfold(0, 2, 2)[0].mul_(0.9); v = y",
+        "y = x * 2; z = y.unfold(1, 2, 2).mT; z += self.weight.mean(); v = y",
+    ],
+)
+def test_a_write_to_an_unfolded_view_is_refused(text: str) -> None:
+    """Functionalization sets the elements between the windows to 0."""
+    with pytest.raises(CaptureError, match="a view made by unfold"):
+        ours(Calls(written(text)))(torch.randn(3, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "v = (x * 2)[1:]; v.fill_(0.5)",
+        "v = (x * 2)[:, 1].unsqueeze(1).mT; v.zero_(); v = v + 1",
+        "v = x.median(0).values; v.zero_()",
+        "v = torch.linalg.qr(x).R; v.copy_(torch.ones_like(v))",
+    ],
+)
+def test_what_is_overwritten_has_a_gradient_of_zeros(text: str) -> None:
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    output = ours(Calls(written(text)))(x)
+    output.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_indices_that_change_in_place() -> None:
+    """They have no gradient, though the values beside them have one."""
+    assert_as_eager(written("w, i = (x * self.weight).topk(1); i.add_(1); v = x * self.weight * i"))
+
+
 def test_a_view_whose_elements_overlap_is_transposed_in_place() -> None:
     """`t_` writes to no element."""
     assert_as_eager(written("y = x.mean(0).expand(2, 4); y.t_(); v = x * y.sum(1)"))

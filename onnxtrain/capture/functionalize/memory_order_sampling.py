@@ -24,6 +24,7 @@ _aten = torch.ops.aten
 # These sample one random number per element of their first argument, in its memory order.
 _FILLS = {
     _aten.bernoulli_,
+    _aten.dropout_,
     _aten.uniform_,
     _aten.random_,
     _aten.exponential_,

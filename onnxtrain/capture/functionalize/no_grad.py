@@ -176,7 +176,7 @@ class _Detacher:
             return
         elif grad:
             if any(a not in self._detached and self._may_have_gradient(a) for a in node.all_input_nodes):
-                self._with_gradient |= storages
+                self._with_gradient |= storages_of(node, can_have_gradient=True)  # not those of topk's indices
         elif node.target is not getitem and not storages.isdisjoint(self._read_with_grad):
             for part in [node] if _is_tensor(node) else list(node.users):
                 _insert_after(part, _DETACH_COPY)

@@ -24,6 +24,7 @@ from onnxtrain.ops.definition import (
     NOT_DIFFERENTIABLE,
     REQUIRED,
     STANDARD,
+    ZEROS,
     Call,
     Effects,
     FromTorch,
@@ -32,7 +33,6 @@ from onnxtrain.ops.definition import (
     Method,
     NodeView,
     OpDef,
-    numel,
 )
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.interfaces.cost import FLOPS
@@ -150,19 +150,12 @@ def _capture_copy(op: Builder, x: ir.Value, source: ir.Value, non_blocking: bool
 
 
 def overwritten(op: Builder, old: ir.Value, new: ir.Value) -> ir.Value:
-    """Return `new`, written over `old` in place, so that the gradient of `old` is zeros and not None.
-
-    If `old` is a part of another tensor, `new` is returned unchanged: functionalization writes it back into that
-    tensor, which thereby has a gradient.
-    """
+    """Return `new`, written over `old` in place, so that the gradient of `old` is zeros and not None."""
     node = old.producer()
     if not is_float(dtype_of(old)) or old.const_value is not None:
         return new
-    if node is not None:
-        definition = definition_of(node)
-        is_part = 0 in definition.aliases and numel(node.inputs[definition.aliases[0]]) != numel(old)
-        if is_part or definition.gradient is NOT_DIFFERENTIABLE:
-            return new
+    if node is not None and definition_of(node).gradient is NOT_DIFFERENTIABLE:
+        return new
     return op.own.Overwritten(old, new)
 
 
@@ -266,7 +259,7 @@ OVERWRITTEN = define(
         from_torch={},
         shapes=same_as("new"),
         body=lambda op, n: op.Identity(n.new),
-        gradient=(Gradient(lambda op, n, dy: (_zeros_like(op, n.old), dy), ()),),
+        gradient=(Gradient(lambda op, n, dy: (ZEROS, dy), ()),),
         nondiff_inputs=frozenset(),
         kernels=(Kernel(lower=lambda n, old, new: _alias_call(n, new)),),
         axes=lambda n: "..., ... -> ...",
@@ -276,7 +269,3 @@ OVERWRITTEN = define(
     )
 )
 FLOPS.register(OVERWRITTEN, lambda n: 0)
-
-
-def _zeros_like(op: Builder, x: ir.Value) -> ir.Value:
-    return op.Expand(op.scalar(0.0, like=x), op.shape_of(x))
