@@ -30,7 +30,6 @@ class AttributeAccesses:
         self.reads: set[Attribute] = set()
         self._reads_before_block: set[Attribute] = set()  # in this run; `reads` has those of the block
         self._set_first: set[Attribute] = set()  # in this run, before they were read
-        self._earlier_set_first: set[Attribute] = set()
         self._read_first: set[Attribute] = set()  # in an earlier run
 
     @contextmanager
@@ -43,8 +42,6 @@ class AttributeAccesses:
             yield
         finally:
             self._read_first |= self.reads - self._set_first
-            self._earlier_set_first |= self._set_first
-            self._set_first = set()
             self.reads |= earlier
 
     @contextmanager
@@ -67,10 +64,13 @@ class AttributeAccesses:
         self.reads.add(attribute)
 
     def set_first(self) -> set[Attribute]:
-        """Return the attributes that every run so far set before it read them: their values before do not matter."""
+        """Return the attributes that this run sets before it reads them, if no earlier run read them first.
+
+        Their values before the call do not matter.
+        """
         read = (self.reads - self._set_first) | self._read_first
         all_read = {owner for owner, name in read if name == ALL}
-        return {a for a in (self._set_first | self._earlier_set_first) - read if a[0] not in all_read}
+        return {a for a in self._set_first - read if a[0] not in all_read}
 
 
 @contextmanager
