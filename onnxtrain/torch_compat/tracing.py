@@ -30,17 +30,6 @@ fake_tensor_cache_disabled = Internal[Callable[[], AbstractContextManager[Any]]]
 ).get()
 
 
-# torch.export imports its tracing (370 modules, 0.1 to 0.3 s) when it is first called, which is in the first step.
-loaded_export = Internal[Any](
-    "loaded_export",
-    lambda: importlib.import_module("torch.export._trace"),
-    why="the first step of a program takes no longer than the first step of a later module",
-    fallback=None,
-    cost="the first step takes longer, and the import of onnxtrain.ORTModule less",
-    check=lambda module: callable(module._export),
-).get()
-
-
 def _find_fallback_random() -> Callable[[], AbstractContextManager[Any]]:
     config = importlib.import_module("torch._inductor.config")
     assert hasattr(config, "fallback_random")
