@@ -523,6 +523,7 @@ def test_process_options_are_measured_interleaved(option: str, monkeypatch: pyte
     assert process_options.row(option, MINILM.name, pairs)[3:] == times
 
 
+@pytest.mark.compiler  # else torch.compile is left out
 def test_first_steps_that_have_a_goal_are_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
 
