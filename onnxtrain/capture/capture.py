@@ -156,10 +156,11 @@ class Captured:
 
 
 class _OutputHolder:
-    """Carries the output's structure out of torch.export, which undoes assignments to a module's attributes."""
+    """Carries what forward returned and assigned out of torch.export, which undoes assignments to attributes."""
 
     structure: OutputStructure
     assigned: AssignedAttributes
+    assigned_sizes: int
 
 
 class _Wrapper(torch.nn.Module):
@@ -216,7 +217,7 @@ class _Wrapper(torch.nn.Module):
                 todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",
             )
         assigned_sizes, assigned = find_assigned_attributes(self.module, self.accesses.set_first())
-        self.output.assigned = assigned
+        self.output.assigned, self.output.assigned_sizes = assigned, len(assigned_sizes)
         side_effects.check(assigned.of(self.module))
         refuse_moved_results(leaves, [*tensors, *self.module.parameters(), *self.module.buffers()])
         layouts.check()
@@ -474,7 +475,7 @@ def _assemble(
     graph.outputs.extend([*results, *(v for v, _ in mutated)])
     _name_inputs(graph, sources, names)
     constants = tuple(tensor for _, tensor in origins.lifted)
-    count = len(sizes_out) - output.assigned.size_count
+    count = len(sizes_out) - output.assigned_sizes
     assigned = replace(output.assigned, sizes=tuple(sizes_out[count:]))
     own_sizes = tuple(sizes_out[:count])
     return Captured(

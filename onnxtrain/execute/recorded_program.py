@@ -287,9 +287,9 @@ class RecordedProgram:
     def _make_room(self, entry: Sizes, addresses: list[int]) -> bool:
         """Return whether to make another recording, after those were dropped that would not be used again."""
         for recording in list(entry.recordings):
-            is_useless = self._copy_outlived(recording)
+            outlived = self._copy_outlived(recording)
             if recording.addresses == addresses:
-                if is_useless:
+                if outlived:
                     self._drop(entry, recording)
             elif any(a and not _RECORDED.get(a) for i, a in enumerate(recording.addresses) if i not in self._fixed):
                 self._drop(entry, recording)  # it reads results of a recording that was dropped
@@ -302,15 +302,13 @@ class RecordedProgram:
         return self._reads_results
 
     def _copy_outlived(self, recording: Recording) -> bool:
-        """Let later recordings copy the results that the user holds; return whether none will replay this one again.
+        """Let later recordings copy the results that the user holds; return whether there are some, and no others.
 
-        It may, if autograd holds other results; or if another thread has freed the results since this call looked.
+        If autograd holds others, or another thread has freed all since this call looked, the recording is used again.
         """
         results = range(self._program.part.num_user_outputs)
         live = recording.live_results()
-        if not live:
-            return not recording.may_replay()
-        if any(memory.isdisjoint(results) for memory in live):
+        if not live or any(memory.isdisjoint(results) for memory in live):
             return False
         self._copied_results.update(*live)
         return True

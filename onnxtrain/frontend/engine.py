@@ -87,14 +87,14 @@ class _Entry:
         """
         if self.compiled is None:
             return False
-        mine = self.compiled.captured
-        if (mine.output, mine.assigned) != (captured.output, captured.assigned):
+        existing = self.compiled.captured
+        if (existing.output, existing.assigned) != (captured.output, captured.assigned):
             return False
-        if not mine.guards.adopt(captured.guards):
+        if not existing.guards.adopt(captured.guards):
             return False
         if not captured.reads <= self.reads:  # forward read more at these sizes: it becomes part of the state, too
             self.reads |= captured.reads
-            self.state = ModuleState(module, self.state.names, self.reads, mine.constants)
+            self.state = ModuleState(module, self.state.names, self.reads, existing.constants)
             self.fast_path = None
         return True
 

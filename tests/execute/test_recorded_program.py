@@ -322,9 +322,8 @@ def test_replays_of_several_threads_are_exclusive(log: Recorders) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(equal, zip(batches, expected, strict=True)))
     records, plays = log.since()
-    # Each is dropped at most once: the first for one that copies its result, and one in the shared pool, if another
-    # thread holds results there, for one with its own memory, which is kept.
-    assert records <= 1 + 2 * MAX_RECORDINGS
+    # One for each thread that held a result while another one called; the first may be dropped for one that copies it.
+    assert records <= MAX_RECORDINGS + 1
     assert plays == 4 * 20 - CALLS
 
 

@@ -27,13 +27,11 @@ class AssignedAttributes:
     Attributes:
         targets: for each attribute, the path of its module and its name.
         values: a list of their values, which are immutable, or sizes.
-        size_count: the number of sizes among them.
-        sizes: these sizes, as expressions over the sizes of the graph's inputs.
+        sizes: the sizes among them, as expressions over the sizes of the graph's inputs.
     """
 
     targets: tuple[tuple[str, str], ...]
     values: OutputStructure
-    size_count: int
     sizes: tuple[Size, ...] = ()
 
     def of(self, module: torch.nn.Module) -> frozenset[Attribute]:
@@ -50,12 +48,12 @@ def find_assigned_attributes(
         module: the user's module, right after forward.
         set_first: the attributes that forward set before it read them.
     """
-    found: list[tuple[tuple[str, str], Any]] = []
+    assigned: list[tuple[tuple[str, str], Any]] = []
     for path, submodule in submodules(module):
         if type(submodule).__getattribute__ is not torch.nn.Module.__getattribute__:
             continue  # its own may read attributes unnoticed
         names = sorted(name for owner, name in set_first if owner == id(submodule))
         values = [(name, submodule.__dict__[name]) for name in names if name in submodule.__dict__]
-        found += [((path, name), value) for name, value in values if isinstance(value, (*IMMUTABLE, torch.SymInt))]
-    leaves, structure = flatten_output([value for _, value in found])
-    return leaves, AssignedAttributes(tuple(target for target, _ in found), structure, len(leaves))
+        assigned += [((path, name), value) for name, value in values if isinstance(value, (*IMMUTABLE, torch.SymInt))]
+    leaves, structure = flatten_output([value for _, value in assigned])
+    return leaves, AssignedAttributes(tuple(target for target, _ in assigned), structure)

@@ -1,4 +1,4 @@
-"""The order in which the dimensions of a traced tensor lie in memory, and views that restore it."""
+"""The order in which the dimensions of a traced tensor are stored in memory, and views that restore it."""
 
 from __future__ import annotations
 

@@ -130,8 +130,7 @@ def _written_view(parts: Mapping[str, Any]) -> WrittenView:
 
 def _assigned(parts: Mapping[str, Any]) -> AssignedAttributes:
     targets = tuple((str(path), str(name)) for path, name in parts["targets"])
-    assigned_sizes = tuple(parts["sizes"])
-    return AssignedAttributes(targets, output_from_json(parts["values"]), len(assigned_sizes), assigned_sizes)
+    return AssignedAttributes(targets, output_from_json(parts["values"]), tuple(parts["sizes"]))
 
 
 def _guards_to_json(stored: StoredGuards) -> Any:
