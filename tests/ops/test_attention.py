@@ -10,7 +10,9 @@ from onnxtrain import ORTModule
 from onnxtrain.errors import GraphError
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.ops import builder
+from onnxtrain.ops.attention.dense_aten import attend_backward
 from onnxtrain.ops.attention.flash import _runs_flash, attention, attention_backward
+from onnxtrain.ops.attention.kernel_arguments import ScoreOptions
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.op_case import Spec
 from tests.ops.captures import FunctionModule, check_capture
@@ -240,3 +242,20 @@ def test_queries_with_strided_rows_run_the_math_path(keys):
     gradients = attention_backward(dy, q, k, v, None, y, logsumexp, False, None)
     expected = [output, *torch.autograd.grad(output, leaves, dy)]
     assert_each_no_worse("result", [y, *gradients], expected, expected)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_the_gradient_of_like_values_is_not_lost_to_rounding(hidden: bool) -> None:
+    """Each cotangent of a probability is 1024 + i/8, exact in float32; the gradient rests on its digits i alone."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 4, 3, 4), torch.randn(1, 4, 9, 4)
+    v = 1024 + torch.randint(0, 8, (1, 4, 9, 1)) / 8
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    if hidden:
+        mask[:, 5:] = False
+        v[:, :, 5:] = 1e30  # what no row attends to has no part in the sum
+    dy = torch.ones(1, 4, 3, 1)
+    got = attend_backward(dy, q, k, v, ScoreOptions(None, None, mask), None, False)
+    exact = attend_backward(*(x.double() for x in (dy, q, k, v)), ScoreOptions(None, None, mask), None, False)
+    for gradient, right in zip(got[:2], exact[:2], strict=True):
+        torch.testing.assert_close(gradient.double(), right, rtol=0, atol=2e-6 * right.abs().max().item())
