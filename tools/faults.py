@@ -54,7 +54,7 @@ BROKEN = "tests fail without the fault"
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that was result once, or almost.
+    """A fault that the code once had, or almost.
 
     Attributes:
         name: for `--only`.

@@ -66,6 +66,10 @@ def _lowest_mask(sizes, dtype, generator):
     return torch.where(_bool_mask(sizes, dtype, generator), 0.0, torch.finfo(torch.float32).min).to(dtype)
 
 
+def _random_probabilities(sizes, dtype, generator):
+    return torch.randn(sizes, generator=generator).double().softmax(-1).to(dtype)
+
+
 VISIBLE = Spec("b 1 l s", dtype="bool", make=_bool_mask)
 
 
@@ -89,7 +93,7 @@ def _dense_gradient(dy, q, k, v, bias, mask, fill, p, dropout_mask=None, ratio=N
 
 
 def _grad_case(label, mask=None, fill=None, dropout_mask=None, **attributes):
-    operands = (Spec("b h l 6"), *QKV, None, mask, fill, Spec("b h l s", low=0.0, high=1.0))
+    operands = (Spec("b h l 6"), *QKV, None, mask, fill, Spec("b h l s", make=_random_probabilities))
     if dropout_mask is not None:
         operands = (*operands, dropout_mask, RATIO[0])
     return OpCase(

@@ -227,7 +227,7 @@ CASES = [
         (Spec("n 6"), *CHANNELS, *RUNNING),
         batch_norm,
         {"epsilon": EPS, "momentum": 0.75},
-        sizes=[{"n": 3}, {"n": 2}, {"n": 9}],
+        sizes=[{"n": 3}, {"n": 2}, {"n": 0}, {"n": 9}],
         label="2d",
     ),
     OpCase(

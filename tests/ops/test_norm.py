@@ -95,6 +95,29 @@ def test_batch_norm_of_rows_and_sequences():
     check_module(randomized(nn.BatchNorm3d(6)), *([x[..., None]] for [x] in images(4, 2)), exact=True)
 
 
+class AllButTheFirst(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x[1:])
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_batch_norm_of_no_elements_updates_no_statistics(training: bool, affine: bool) -> None:
+    """PyTorch's own kernel raises, and that of the gradient crashes the process."""
+    for layers, calls in (
+        ([nn.BatchNorm1d(8, affine=affine)], [[x.flatten(0, 1)] for [x] in rows(4, 2)]),
+        ([nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4, affine=affine), nn.ReLU()], images(4, 2)),
+    ):
+        module = AllButTheFirst(*map(randomized, layers)).train(training)
+        [large, small] = [call[0] for call in calls]
+        check_module(module, [large], [small[:1]], [small], [large[:1]], exact=True)
+        check_module(module, [small[:1]], [large], exact=True)
+
+
 def test_batch_norm_in_channels_last():
     module = nn.Sequential(nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
     check_module(module, *([x.to(memory_format=torch.channels_last)] for [x] in images(4, 2)))

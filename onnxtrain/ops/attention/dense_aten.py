@@ -246,8 +246,8 @@ def _write_score_gradients(ds: Tensor, p: Tensor, exact: bool) -> None:
     """Write the gradient of the scores into `ds`, which holds that of the probabilities `p`: p (dp - Σ p dp).
 
     Where the rows of v are alike, so are the elements of dp, and a rounding error of the sum exceeds their differences.
-    With `exact`, Σ p dp is subtracted first, and what remains of the sum is small: dp - c has the same gradient for
-    each c. It takes 5 % of the time of attention's gradient; rounding q to 16 bits exceeds such an error.
+    With `exact`, Σ p dp is subtracted first, and what remains of the sum is small: as Σ p = 1, dp - c has the same
+    gradient for each c. It takes 5 % of the time of attention's gradient; rounding q to 16 bits exceeds such an error.
     """
     if exact:
         ds.sub_(torch.linalg.vecdot(ds, p).unsqueeze(-1))

@@ -7,10 +7,11 @@
         running_var = momentum * input_var + (1 - momentum) * var * m / (m - 1)          m = n * d
     BatchNormalization(x, scale, b, input_mean, input_var) -> y        eval mode: normalizes with the running statistics
 
-`d` stands for all axes after the channels. Two points follow PyTorch, not ONNX: the running variance is unbiased; and
-without running statistics (`track_running_stats=False`) nothing is updated: the body then returns the statistics of
-this batch as the running outputs, and the kernel omits them. `momentum` is ONNX's: 1 minus PyTorch's. The statistics
-are float32, or double for a double x. `act` is the op named by `activation`: Relu or none.
+`d` stands for all axes after the channels. Three points follow PyTorch, not ONNX: the running variance is unbiased; an
+x without elements updates nothing; and without running statistics (`track_running_stats=False`) nothing is updated: the
+body then returns the statistics of this batch as the running outputs, and the kernel omits them. `momentum` is ONNX's:
+1 minus PyTorch's. The statistics are float32, or double for a double x. `act` is the op named by `activation`: Relu or
+none.
 
 Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167 (algorithm 1).
 """
@@ -29,7 +30,7 @@ from onnxtrain.graph import sizes
 from onnxtrain.graph.builder import Builder
 from onnxtrain.graph.values import MICROSOFT, ONNX, OWN, TensorType, dtype_of, rank_of, type_of
 from onnxtrain.ops.activation.rectified import RELU
-from onnxtrain.ops.body_parts import add_scalar, cast, count_over, mean_over, mul_scalar, reshaped, sum_over
+from onnxtrain.ops.body_parts import add_scalar, cast, count_over, mul_scalar, reshaped, sum_over
 from onnxtrain.ops.constructors import define_pure, with_addend
 from onnxtrain.ops.definition import STANDARD, Body, Call, Gradient, Kernel, NodeView, OpDef, numel
 from onnxtrain.ops.dtypes import accumulation_dtype
@@ -109,12 +110,21 @@ def batch_norm(
     Returns:
         y, the updated running statistics (None without them), the mean and 1 / standard deviation of the batch.
     """
+    if not x.numel():
+        return _batch_norm_of_no_elements(x, mean, var, epsilon)
     if is_channels_last(x):
         return batch_norm_channels_last(x, scale, b, mean, var, residual, momentum, epsilon, relu, compiled)
     if mean is not None:
         mean, var = mean.clone(), var.clone()
     y, *saved = torch.native_batch_norm(x, scale, b, mean, var, True, momentum, epsilon)
     return add_residual_and_relu(y, residual, relu), mean, var, *saved
+
+
+def _batch_norm_of_no_elements(x: Any, mean: Any, var: Any, epsilon: float) -> tuple[Any, ...]:
+    """Return the results of `batch_norm`. PyTorch's kernel raises, and that of the gradient crashes the process."""
+    saved_mean = x.new_zeros(x.size(1), dtype=torch.promote_types(x.dtype, torch.float32))
+    running = (None if v is None else v.clone() for v in (mean, var))
+    return torch.empty_like(x), *running, saved_mean, (saved_mean + epsilon).rsqrt_()
 
 
 def batch_norm_backward(
@@ -148,6 +158,10 @@ def batch_norm_backward(
     Returns:
         The gradients of x, scale, b and, if the mask has four flags, the residual; None for those not in the mask.
     """
+    if not x.numel():
+        channels = x.new_zeros(x.size(1), dtype=deviation.dtype) if scale is None else scale
+        likes = (x, channels, channels, x)[: len(mask)]
+        return tuple(torch.zeros_like(like) if m else None for like, m in zip(likes, mask, strict=True))
     if is_channels_last(x):
         inv_std = deviation if batch else (deviation + epsilon).rsqrt_()
         mask4 = [*mask, False][:4]  # an op without a residual has three flags
@@ -175,11 +189,13 @@ def _batch_norm_types(n: NodeView) -> Sequence[TensorType]:
 def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     dtype = accumulation_dtype(dtype_of(n.x))
     x, axes = cast(op, n.x, dtype), _reduced_axes(n)
-    mean = mean_over(op, x, axes)
+    size = count_over(n.x, axes)
+    count = op.size(size, dtype)
+    at_least_one = op.Max(count, op.scalar(1.0, dtype)) if _may_be_zero(size) else count
+    mean = op.Div(sum_over(op, x, axes), at_least_one)
     centered = op.Sub(x, mean)
     squares = sum_over(op, op.Mul(centered, centered), axes)
-    count = op.size(count_over(n.x, axes), dtype)
-    inv_std = op.Reciprocal(op.Sqrt(add_scalar(op, op.Div(squares, count), n.epsilon)))
+    inv_std = op.Reciprocal(op.Sqrt(add_scalar(op, op.Div(squares, at_least_one), n.epsilon)))
     y = op.Mul(centered, inv_std)
     if n.scale is not None:
         y = op.Mul(y, _broadcast_channels(op, n, n.scale, dtype))
@@ -188,10 +204,11 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     channels = [sizes.dims_of(n.x)[1]]
     saved_mean, saved_inv_std = reshaped(op, mean, channels), reshaped(op, inv_std, channels)
     running_mean, running_var = saved_mean, reshaped(op, op.Div(squares, add_scalar(op, count, -1)), channels)
+    updates = op.Greater(count, op.scalar(0.0, dtype)) if _may_be_zero(size) else None
     if n.input_mean is not None:
-        running_mean = _update_running(op, n, n.input_mean, running_mean)
+        running_mean = _update_running(op, n, n.input_mean, running_mean, updates)
     if n.input_var is not None:
-        running_var = _update_running(op, n, n.input_var, running_var)
+        running_var = _update_running(op, n, n.input_var, running_var, updates)
     y = cast(op, y, dtype_of(n.x))
     if n.residual is not None:
         y = op.Add(y, n.residual)
@@ -200,11 +217,24 @@ def _batch_norm_body(op: Builder, n: NodeView) -> Sequence[ir.Value]:
     return y, running_mean, running_var, saved_mean, saved_inv_std
 
 
-def _update_running(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value) -> ir.Value:
-    """Return the exponential moving average of a running statistic and that of this batch."""
+def _may_be_zero(size: sizes.Size) -> bool:
+    return not isinstance(size, int) or size == 0
+
+
+def _update_running(op: Builder, n: NodeView, running: ir.Value, batch: ir.Value, updates: ir.Value | None) -> ir.Value:
+    """Return the exponential moving average of a running statistic and that of this batch; `running` if not `updates`.
+
+    Args:
+        op: adds nodes.
+        n: the batch norm.
+        running: the statistic.
+        batch: that of this batch.
+        updates: a bool scalar; None if it is true.
+    """
     wide = cast(op, running, dtype_of(batch))
     updated = op.Add(mul_scalar(op, wide, n.momentum), mul_scalar(op, batch, _complement(n.momentum)))
-    return cast(op, updated, dtype_of(running))
+    updated = cast(op, updated, dtype_of(running))
+    return updated if updates is None else op.Where(updates, updated, running)
 
 
 def _batch_norm_gradient(op: Builder, n: NodeView, *cotangents: ir.Value | None) -> Grads:
