@@ -202,6 +202,15 @@ class _NodeByNode(Interpreter):
         super().__init__(module)
         self._functions = functions
 
+    def run_without_progress(self, *arguments: Any) -> Any:
+        """Run the graph. `run` creates a hidden progress bar, whose lock starts a process on Python 3.14."""
+        self.env, self.args_iter = {}, iter(self.graph.process_inputs(*arguments))
+        for node in self.graph.nodes:
+            self.env[node] = result = self.run_node(node)
+            for unread in self.user_to_last_uses.get(node, ()):
+                del self.env[unread]
+        return self.graph.process_outputs(result)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a node; run a higher-order operator of torch.compile as the user's code that it stands for."""
         if _is_checkpoint(target):
@@ -234,7 +243,7 @@ _MARKS = frozenset({"non_differentiable_idx", "saved_for_backward_idx", "dirty_i
 
 
 def _run(graph: GraphModule, functions: _Functions, *arguments: Any) -> Any:
-    return _NodeByNode(graph, functions).run(*arguments)
+    return _NodeByNode(graph, functions).run_without_progress(*arguments)
 
 
 def _is_higher_order(target: Any, *names: str) -> bool:
