@@ -11,6 +11,7 @@ PyTorch. A missing part never leads to an ImportError or a wrong result.
     dispatch            the state of the dispatcher: modes, autocast, the profiler
     dynamo              torch.compile's tracer
     fake_tensors        fake tensors and their modes
+    import_order        imports of PyTorch that take longer the later they come
     inductor            the compiler of fused regions
     modes               modes and global settings of the caller, autocast inside operators
     operators           the operators of torch.ops and their schemas
