@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from onnxtrain import ORTModule
@@ -18,6 +19,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.observe.allocations import peak_bytes, record
 from onnxtrain.plan import backward_stages
 from tests.reference import assert_each_no_worse
+from tests.zoo.checks import count_captures
 from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
 
@@ -88,6 +90,26 @@ def test_auto_releases_early_where_several_processes_train(
     loss_of(model(*inputs())).backward()
     (backward,) = engine_of(model).newest().unit._backwards.values()
     assert isinstance(backward.program, StagedProgram) == staged
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_auto_decides_again_when_a_process_group_appears_and_when_it_goes() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model = ORTModule(Network().double())
+    staged = []
+    for has_group in (False, True, False):
+        if has_group:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+        try:
+            for _ in range(3):
+                loss_of(model(*inputs())).backward()
+        finally:
+            if has_group:
+                dist.destroy_process_group()
+        staged.append([type(p.program) is StagedProgram for p in engine_of(model).newest().unit._backwards.values()])
+    assert staged[:2] == [[False], [True]]
+    assert count_captures(model) == 2
 
 
 @pytest.mark.parametrize("budget", [None, 1.0])

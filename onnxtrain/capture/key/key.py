@@ -19,6 +19,7 @@ from onnxtrain.capture.key.self_check import detects_each_kind_of_change
 from onnxtrain.capture.key.snapshot import Reads, Snapshot
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.structure import PLAIN_TENSORS
+from onnxtrain.system import ranks
 from onnxtrain.torch_compat.dispatch import count_function_modes, is_any_autocast_enabled, is_device_context
 from onnxtrain.torch_compat.modes import (
     count_dispatch_modes,
@@ -46,12 +47,12 @@ _SWITCHES = (
     "memory-efficient attention", "math attention", "cuDNN attention", "reduced-precision math attention",
     "float32 matmul precision", "deterministic algorithms", "deterministic algorithms warn only",
     "fast path of attention layers", "torch.func transforms", "forward-mode differentiation",
-    "default device or mode", "dispatch modes",
+    "default device or mode", "dispatch modes", "process group of several ranks",
 )  # fmt: skip
 
 
 def environment() -> tuple[Hashable, ...]:
-    """Return the current switches of PyTorch in this thread that forward may depend on."""
+    """Return the current switches of PyTorch in this thread that a capture may depend on."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -64,6 +65,7 @@ def environment() -> tuple[Hashable, ...]:
         forward_ad_level(),
         _function_modes() if count_function_modes() else None,
         _dispatch_modes() if count_dispatch_modes() else None,
+        ranks.has_peers(),  # decides whether backward releases gradients early
     )
 
 
