@@ -1,4 +1,4 @@
-"""DistributedDataParallel over ORTModule: two processes on gloo, equal to DistributedDataParallel over the module.
+"""DistributedDataParallel over ORTModule: 2 and 4 processes on gloo, equal to DistributedDataParallel over the module.
 
 Scenarios "late" release gradients at the end of backward; the others have no option and release them early.
 """
@@ -27,7 +27,6 @@ from onnxtrain import ORTModule
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.zoo.checks import count_captures
 
-WORLD = 2
 WIDTH = 8
 
 
@@ -136,15 +135,15 @@ def check_training(rank: int, scenario: str) -> None:
     assert count_captures(wrapped) == expected, "another capture than expected"
 
 
-def process(rank: int, folder: str) -> None:
+def process(rank: int, folder: str, world: int, scenarios: tuple[str, ...]) -> None:
     """Run every scenario in one of the processes; write the failures."""
     torch.set_num_threads(1)
     file = Path(folder) / "rendezvous"
     dist.init_process_group(
-        "gloo", init_method=file.as_uri(), rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
+        "gloo", init_method=file.as_uri(), rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     try:
-        for scenario in SCENARIOS:
+        for scenario in scenarios:
             report = ""
             try:
                 check_exchange() if scenario == EXCHANGE else check_training(rank, scenario)
@@ -158,17 +157,20 @@ def process(rank: int, folder: str) -> None:
 
 TRAINING = ("plain", "unused", "views", "accumulate", "late", "late-unused", "late-accumulate")
 EXCHANGE = "exchange"
-SCENARIOS = (*TRAINING, EXCHANGE)
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[str, list[str]]:
+def failures(world: int, scenarios: tuple[str, ...]) -> dict[str, list[str]]:
     """Return the failures of each process in each scenario."""
     with tempfile.TemporaryDirectory() as folder:
         # Forks of one process that has imported this file: that takes seconds.
         multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-        mp.start_processes(process, (folder,), nprocs=WORLD, start_method="forkserver")
-        return {s: [(Path(folder) / f"{s}-{r}").read_text() for r in range(WORLD)] for s in SCENARIOS}
+        mp.start_processes(process, (folder, world, scenarios), nprocs=world, start_method="forkserver")
+        return {s: [(Path(folder) / f"{s}-{r}").read_text() for r in range(world)] for s in scenarios}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, list[str]]:
+    return failures(2, (*TRAINING, EXCHANGE))
 
 
 needs_gloo = pytest.mark.skipif(
@@ -187,3 +189,11 @@ def test_ddp_over_ortmodule_equals_ddp_over_eager(scenario: str, reports: dict[s
 def test_gradients_are_exchanged_while_backward_runs(reports: dict[str, list[str]]) -> None:
     for rank, report in enumerate(reports[EXCHANGE]):
         assert not report, f"rank {rank}:\n{report}"
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_four_processes_equal_ddp_over_eager() -> None:
+    for scenario, of_ranks in failures(4, TRAINING).items():
+        for rank, report in enumerate(of_ranks):
+            assert not report, f"{scenario}, rank {rank}:\n{report}"

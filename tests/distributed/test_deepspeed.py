@@ -1,4 +1,4 @@
-"""Graphs under DeepSpeed's ZeRO: two processes on gloo, bit for bit DeepSpeed over eager modules.
+"""Graphs under DeepSpeed's ZeRO: 2 and 4 processes on gloo, bit for bit DeepSpeed over eager modules.
 
 Skipped if DeepSpeed is not installed.
 """
@@ -24,7 +24,6 @@ from onnxtrain.frontend.ort_module import engine_of
 from tests.module.test_prepare import WIDTH, Tower
 
 STEPS = 6
-WORLD = 2
 KEEPS_GATHERED = ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
 
 
@@ -54,7 +53,7 @@ def train(stage: int, prepared: str, regional: Any = "auto") -> tuple[list[float
     for step in range(STEPS):
         if (prepared, step) in (("after", 0), ("late", 3)):
             onnxtrain.prepare(model, regional, rng="torch")
-        torch.manual_seed(WORLD * step + dist.get_rank())
+        torch.manual_seed(dist.get_world_size() * step + dist.get_rank())
         loss = engine(torch.randn(4, WIDTH)).square().mean()
         if stage == 3 and regional is not False:
             assert not any(p.numel() for p in model.blocks.parameters()), "not released after forward"  # type: ignore[operator,union-attr]
@@ -84,15 +83,15 @@ def compare(stage: int, prepared: str, regional: Any, eager: tuple[list[float], 
     assert not any(hasattr(m, "_z3_leaf") for m in model.modules())
 
 
-def work(rank: int, store: str, stage: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "DS_ACCELERATOR": "cpu"}
+def work(rank: int, store: str, world: int, stage: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"}
     import deepspeed
 
     # DeepSpeed would compile an extension for its own reductions on a CPU, which takes minutes. If that is killed, it
     # leaves a lock for which each later process waits forever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
-    rendezvous = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
+    rendezvous = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, **rendezvous)
     warnings.filterwarnings("error", message=".*runs in PyTorch")
     eager = train(stage, "never")
@@ -109,7 +108,8 @@ WAYS = [("wrapped", "auto"), ("before", "auto"), ("after", True), ("before", Tru
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_training_is_bitwise_that_of_deepspeed_over_eager(tmp_path: Path, stage: int) -> None:
+def test_training_is_bitwise_that_of_deepspeed_over_eager(tmp_path: Path, stage: int, world: int) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    mp.start_processes(work, (str(tmp_path / "store"), stage), WORLD, start_method="forkserver")
+    mp.start_processes(work, (str(tmp_path / "store"), world, stage), world, start_method="forkserver")

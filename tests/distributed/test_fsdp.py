@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) over graphs of blocks: two processes on gloo, bit for bit FSDP2 over eager blocks."""
+"""FSDP2 (`fully_shard`) over graphs of blocks: 2 and 4 processes on gloo, bit for bit FSDP2 over eager blocks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from onnxtrain import ORTModule
 from onnxtrain.frontend.engine import Engine
 from tests.module.test_prepare import WIDTH, Tower
 
-WORLD = 2
 STEPS = 6
-SHARDED = (WORLD,)
-HYBRID = (WORLD, 1)  # replicated over the first axis, sharded over the second
-WAYS: list[tuple[str, Any, tuple[int, ...]]] = [
+SHARDED, HYBRID = "sharded", "hybrid"  # hybrid: replicated over the first axis, sharded over the second
+WAYS: list[tuple[str, Any, str]] = [
     ("before", True, SHARDED),
     ("before", "auto", SHARDED),
     ("after", True, SHARDED),
@@ -47,10 +45,12 @@ class LongWay:
         Engine._run_slow_path = counting  # type: ignore[method-assign]
 
 
-def train(prepared: str, regional: Any, mesh_shape: tuple[int, ...], long_way: LongWay) -> tuple[list[Any], nn.Module]:
+def train(prepared: str, regional: Any, layout: str, long_way: LongWay) -> tuple[list[Any], nn.Module]:
     """Train with dropout; `prepared` is "before" or "after" sharding, "wrapped" (an ORTModule after it), or "never"."""
     torch.manual_seed(0)
     model = Tower()
+    world = dist.get_world_size()
+    mesh_shape = (world,) if layout == SHARDED else (2, world // 2)
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     if prepared == "before":
         onnxtrain.prepare(model, regional, rng="torch")
@@ -65,7 +65,7 @@ def train(prepared: str, regional: Any, mesh_shape: tuple[int, ...], long_way: L
     for step in range(STEPS):
         if step == 2:
             long_way.calls = 0
-        torch.manual_seed(WORLD * step + dist.get_rank())
+        torch.manual_seed(world * step + dist.get_rank())
         loss = subject(torch.randn(4, WIDTH)).square().mean()
         loss.backward()
         optimizer.step()
@@ -74,12 +74,12 @@ def train(prepared: str, regional: Any, mesh_shape: tuple[int, ...], long_way: L
     return [*results, *(p.to_local() for p in model.parameters())], subject  # type: ignore[attr-defined]
 
 
-def work(rank: int, store: str) -> None:
+def work(rank: int, store: str, world: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     warnings.filterwarnings("error", message=".*runs in PyTorch")
     long_way = LongWay()
-    eager = {mesh: train("never", None, mesh, long_way)[0] for mesh in (SHARDED, HYBRID)}
+    eager = {layout: train("never", None, layout, long_way)[0] for layout in (SHARDED, HYBRID)}
     for way in WAYS:
         results, model = train(*way, long_way)
         assert results[:STEPS] == eager[way[2]][:STEPS], way
@@ -92,7 +92,8 @@ def work(rank: int, store: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
-def test_training_is_bitwise_that_of_fsdp_over_eager(tmp_path: Path) -> None:
+def test_training_is_bitwise_that_of_fsdp_over_eager(world: int, tmp_path: Path) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    mp.start_processes(work, (str(tmp_path / "store"),), WORLD, start_method="forkserver")
+    mp.start_processes(work, (str(tmp_path / "store"), world), world, start_method="forkserver")
