@@ -31,13 +31,13 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m examples.minilm $(if $(QUICK),--quick) $(ARGS)
 
 # Lint in parallel with the tests: without its cache, mypy takes 16 s on one core.
-test: $(VENV)/.dev $(VENV)/.browser
+test: $(VENV)/.dev $(VENV)/.browser $(VENV)/.triton
 	$(MAKE) --no-print-directory --jobs=2 lint run-tests
 
 run-tests:
 	$(PYTEST) $(ARGS)
 
-test-all: lint docs $(VENV)/.browser $(VENV)/.cpp
+test-all: lint docs $(VENV)/.browser $(VENV)/.triton $(VENV)/.cpp
 	$(PYTEST) --slow $(ARGS)
 
 # `===` matches the version string exactly; `==` also accepts a CPU build such as 2.13.0+cpu.
@@ -91,6 +91,13 @@ $(VENV)/.torch:
 $(VENV)/.browser: examples/web/package.json $(VENV)/.torch
 	-command -v npm >/dev/null && npm install --prefix examples/web --no-audit --no-fund --loglevel=error
 	-command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	touch $@
+
+# Tests of onnxtrain's Triton kernels run in its interpreter, and are skipped likewise. The folder is not on Python's path:
+# PyTorch for a CPU comes without Triton, and imports it where it finds it.
+TRITON := 3.7.1
+$(VENV)/.triton: $(VENV)/.torch
+	-$(PIP) --no-deps --target $(VENV)/triton triton==$(TRITON)
 	touch $@
 
 # The test of examples/cpp builds it, and is skipped likewise.

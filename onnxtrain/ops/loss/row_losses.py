@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from onnxtrain.log import warn_once
+from onnxtrain.ops.triton_checks import agrees
 
 Tensor = torch.Tensor
 # logits[r, c], classes, labels, factors, dtype -> losses, gradients. Columns from `classes` on are padding; each row's
@@ -21,7 +21,6 @@ Tensor = torch.Tensor
 RowFunction = Callable[[Tensor, int, Tensor, Tensor | None, torch.dtype], tuple[Tensor, Tensor | None]]
 _Kind = tuple[torch.device, torch.dtype, int, bool]
 _agrees: dict[_Kind, bool] = {}
-_TOLERANCE = 1e-3  # relative; a wrong kernel differs by more
 
 
 def rows_by_pytorch(
@@ -62,26 +61,11 @@ def run_kernel(logits: Tensor, classes: int, labels: Tensor, factors: Tensor | N
 
 
 def _kernel_agrees(logits: Tensor, classes: int, labels: Tensor, factors: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether the kernel runs here, and computes what PyTorch's operators do, up to rounding."""
     losses, gradients = rows_by_pytorch(logits.clone(), classes, labels, factors, dtype)
-    try:
-        got_losses, got_gradients = run_kernel(logits.clone(), classes, labels, factors)
-        problem = "" if _are_close(got_losses, losses) else "its losses differ from those of PyTorch's operators"
-        if gradients is not None and got_gradients is not None and not _are_close(got_gradients, gradients):
-            problem = "its gradients differ from those of PyTorch's operators"
-    except Exception as error:  # noqa: BLE001  # whatever Triton, its compiler or the driver raises
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        warn_once(f"the Triton kernel of cross entropy is not used on {logits.device}: {problem}")
-    return not problem
-
-
-def _are_close(got: Tensor, expected: Tensor) -> bool:
-    """Return whether the elements agree up to rounding of the largest finite one."""
-    finite = expected[expected.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    tolerance = max(_TOLERANCE, 2 * torch.finfo(expected.dtype).eps)
-    return torch.allclose(got, expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+    expected = {"losses": losses, "gradients": gradients}
+    return agrees(
+        "cross entropy", logits.device, lambda: run_kernel(logits.clone(), classes, labels, factors), expected
+    )
 
 
 def _losses(logits: Tensor, labels: Tensor, needs_softmax: bool) -> tuple[Tensor, Tensor | None]:
