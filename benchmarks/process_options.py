@@ -48,7 +48,7 @@ def child(step: str, workload: str) -> Seconds:
     batches = make_batches(work)
     stepper = Stepper(work, ONNXTRAIN, make_model(work))
     stepper.step(batches[0])
-    steady_state.warm_up({ONNXTRAIN: stepper}, batches, lambda doing: processes.send(doing=doing))
+    steady_state.warm_up({ONNXTRAIN: stepper}, batches, lambda doing: processes.send(doing=doing), work.max_warm_up_s)
     elapsed: list[float] = []
     processor: list[float] = []
     while len(elapsed) < _MIN_STEPS or sum(elapsed) < _STEADY_S:

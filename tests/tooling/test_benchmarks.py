@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 from xml.etree import ElementTree
 
 import psutil
@@ -503,6 +504,14 @@ def test_a_warm_start_is_measured_interleaved(monkeypatch: pytest.MonkeyPatch, t
     assert "+0.50 s" in drawn(warm_start.table(MINILM.title, times))
     warm_start.measure(MINILM.name, 1, tmp_path, lambda text: None)
     assert asked[5:] == turn, "the caches were filled"
+
+
+def test_settled_steps_of_process_options_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steady_state, "warm_up", create_autospec(steady_state.warm_up))
+    monkeypatch.setattr(process_options, "_STEADY_S", 0.0)
+    seconds = process_options.child(process_options.STEADY, "mlp32-small")
+    assert seconds["elapsed"] > 0
+    assert seconds["processor"] > 0
 
 
 @pytest.mark.parametrize("option", process_options.OPTIONS)
