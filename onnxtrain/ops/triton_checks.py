@@ -25,12 +25,12 @@ def agrees(
         kernel: what it computes, for the warning.
         device: where.
         run: calls it; the results are in the order of `expected`.
-        expected: the results of PyTorch's operators, by name; None for those that the call does not compute.
+        expected: the results of the operators that it replaces, by name; None for those that the call does not compute.
     """
     try:
         pairs = zip(expected.items(), run(), strict=True)
         wrong = [name for (name, right), got in pairs if not (right is None or got is None or _are_close(got, right))]
-        problem = f"its {' and '.join(wrong)} differ from those of PyTorch's operators" if wrong else ""
+        problem = f"its {' and '.join(wrong)} differ from those of the operators that it replaces" if wrong else ""
     except Exception as error:  # noqa: BLE001  # whatever Triton, its compiler or the driver raises
         problem = f"{type(error).__name__}: {error}"
     if problem:

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dot(builder: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
-    """`tl.dot` with products and sums in float32: the interpreter multiplies the bits of bfloat16 as integers."""
+    """`tl.dot` in float32: Triton's interpreter multiplies the bits of bfloat16 as integers."""
     operands = []
     for operand in (a, b):
         bits = operand.data

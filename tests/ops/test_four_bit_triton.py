@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from onnxtrain.ops.quantization import four_bit_matmul
-from onnxtrain.ops.quantization.four_bit_matmul import dequantize_and_matmul, matmul_by_triton
+from onnxtrain.ops.quantization.four_bit_matmul import MATMUL_BNB4, dequantize_and_matmul, matmul_by_triton
+from tests.op_case import case_graph
+from tests.ops.cases_four_bit import case
 
 SHAPE, BLOCK = (48, 32), 32
 LAYOUT = (SHAPE, BLOCK, 1)
@@ -84,3 +86,20 @@ def test_no_rows_run_no_kernel(kernel: Callable[..., list[str]]) -> None:
     calls = kernel(library, True)
     assert matmul_by_triton(*arguments(rows=0)).shape == (0, SHAPE[1])
     assert calls == ["library"]
+
+
+@pytest.mark.parametrize("trans_b", [0, 1])
+def test_a_program_for_a_gpu_calls_it_for_the_gradient(trans_b: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bitsandbytes has kernels, and not if the results must be the same in each process."""
+    pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
+    monkeypatch.setattr(four_bit_matmul, "may_run_triton", lambda node, device: device == "cuda")
+    node = case_graph(case(6, 64, 32, 1, trans_b), torch.bfloat16).graph[0]
+    by_triton, by_bitsandbytes, _ = MATMUL_BNB4.kernels
+    chosen = by_bitsandbytes if trans_b else by_triton
+    assert MATMUL_BNB4.kernel(node, "cuda") is chosen
+    assert MATMUL_BNB4.kernel(node, "cpu") is by_bitsandbytes
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert MATMUL_BNB4.kernel(node, "cuda") is by_bitsandbytes
+    finally:
+        torch.use_deterministic_algorithms(False)
