@@ -47,9 +47,14 @@ def check(rows: int, n: int, k: int, block: int, quant_type: int, nested: bool, 
     assert_no_worse_than_eager(name, got, eager, a.double() @ weight.double())
 
 
-if __name__ == "__main__":
+def check_all() -> None:
+    """Compare all cases, on the default device."""
     torch.manual_seed(0)
+    for rows, (n, k, block), nested, dtype in itertools.product(ROWS, SHAPES, (False, True), DTYPES):
+        check(rows, n, k, block, rows % 2, nested, dtype)
+    check(2, 5, 64, 64, 0, False, torch.bfloat16)
+
+
+if __name__ == "__main__":
     with mock.patch.object(InterpreterBuilder, "create_dot", dot):
-        for rows, (n, k, block), nested, dtype in itertools.product(ROWS, SHAPES, (False, True), DTYPES):
-            check(rows, n, k, block, rows % 2, nested, dtype)
-        check(2, 5, 64, 64, 0, False, torch.bfloat16)
+        check_all()
