@@ -20,6 +20,8 @@ from onnxtrain.native import background
 from onnxtrain.native.build import BuildError
 
 _TRITON_COMPILERS = 4  # processes; one compiles the Triton kernels of a layer in half a minute
+_SHOWN_LINES = 5
+_CRASH, _CRASHED_THREAD = "Fatal Python error", "Current thread"  # how lines of faulthandler's report begin
 _MODULE = "onnxtrain.execute.regions.child"
 
 
@@ -86,7 +88,18 @@ class Process:
         with output:
             code = background.end(child)
             output.seek(0)
-            return code, "\n".join(output.read().decode(errors="replace").strip().splitlines()[-5:])
+            return code, _reason(output.read().decode(errors="replace"))
+
+
+def _reason(output: str) -> str:
+    """Return the lines of the process's output that say why it ended: of a crash, its signal and innermost frames."""
+    lines = output.strip().splitlines()
+    crash = next((i for i, line in enumerate(lines) if line.startswith(_CRASH)), None)
+    if crash is None:
+        return "\n".join(lines[-_SHOWN_LINES:])
+    thread = next((i for i, line in enumerate(lines) if line.startswith(_CRASHED_THREAD)), crash)
+    frames = [line.strip() for line in lines[thread:] if line.startswith("  File ")]
+    return "\n".join([lines[crash], *frames[:_SHOWN_LINES]])
 
 
 def _start(cache: Path) -> _Running:
@@ -98,7 +111,7 @@ def _start(cache: Path) -> _Running:
             f"TORCHINDUCTOR_COMPILE_THREADS={_TRITON_COMPILERS if torch.cuda.is_available() else 1}",
             f"TORCHINDUCTOR_CACHE_DIR={cache}",
             f"PYTHONPATH={os.pathsep.join(sys.path)}",  # to import the same packages
-            *(sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())),
+            *(sys.executable, "-X", "faulthandler", "-P", "-m", _MODULE, str(theirs.fileno())),
         ]
         output = tempfile.TemporaryFile()  # noqa: SIM115  # `_end` closes it
         return _Running(background.start(command, output, (theirs.fileno(),)), ours, output)
