@@ -109,6 +109,11 @@ CREATE_NODE = PatchPoint(
     "records at each call whether grad mode is on, and the user's source line instead of a full traceback",
     parameters="self kind target args kwargs",
 )
+SET_PROXY_SLOT = PatchPoint(
+    "torch.fx.experimental.proxy_tensor:set_proxy_slot",
+    "records which operators return an argument itself, as x.to(x.dtype) does: under no_grad it keeps its gradient",
+    parameters="obj tracer proxy",
+)
 DTENSOR_OF_STYLES = PatchPoint(
     "torch.distributed.tensor.parallel.style:DTensor",
     "the hooks of parallelize_module make values of a trace, whose collectives are its operators",

@@ -125,6 +125,45 @@ def test_inputs_without_a_gradient_get_none(change_after: Callable[[Net, torch.T
     _check(change_after)
 
 
+# Operators that return their argument itself: it has its gradient in eager, also if they are called under no_grad
+
+SAME_OBJECT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "to its dtype": lambda x: x.to(x.dtype),
+    "to its device and dtype": lambda x: x.to("cpu", x.dtype),
+    "type_as": lambda x: x.type_as(x),
+    "contiguous": torch.Tensor.contiguous,
+    "flatten of one axis": lambda x: x.flatten(1, 1),
+    "real": torch.real,
+    "positive": torch.positive,
+    "dropout in evaluation": lambda x: torch.dropout(x, 0.5, False),
+    "at least 2d": torch.atleast_2d,
+    "twice": lambda x: x.to(x.dtype).contiguous(),
+}
+NEW_OBJECT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view": lambda x: x.view(x.shape),
+    "expand": lambda x: x.expand(x.shape),
+    "of a view": lambda x: x[:].contiguous(),
+    "detach": torch.Tensor.detach,
+}
+
+
+@pytest.mark.parametrize("function", [*SAME_OBJECT, *NEW_OBJECT])
+@pytest.mark.parametrize("reads", ["result", "argument", "both"])
+def test_an_argument_that_an_operator_returns_under_no_grad_keeps_its_gradient(function: str, reads: str) -> None:
+    """Also if forward then reads the argument: a trace does not distinguish it from the result."""
+    call = (SAME_OBJECT | NEW_OBJECT)[function]
+
+    def change_after(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            result = call(hidden)
+            chosen = net.last(result).argmax(-1, keepdim=True)
+        assert (result is hidden) == (function in SAME_OBJECT)
+        values = {"result": result, "argument": hidden, "both": result * hidden}[reads]
+        return (values * net.last.bias).gather(-1, chosen)
+
+    _check(change_after)
+
+
 # Mutations that autograd does not see, of tensors with a gradient, which eager keeps
 
 

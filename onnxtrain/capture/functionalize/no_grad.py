@@ -2,6 +2,7 @@
 
     with no_grad(): y = f(x)                ──>    y = detach(f(x))
     with no_grad(): buffer.copy_(f(x))      ──>    buffer.copy_(detach(f(x)))
+    with no_grad(): y = x.to(x.dtype)       ──>    y = x, which is the same object in eager too
 
 In eager, autograd follows tensor objects: a tensor that is mutated where autograd does not see it (in a no_grad region,
 or through `detach()`) keeps its gradient. In a functional graph, autograd follows values: the mutated value has no
@@ -28,16 +29,19 @@ from onnxtrain.capture.node_storage import storages_of
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.operators import HigherOrderOperator, OpOverload, schema_of
-from onnxtrain.torch_compat.patch_points import CREATE_NODE
+from onnxtrain.torch_compat.patch_points import CREATE_NODE, SET_PROXY_SLOT
 
 _DETACH = torch.ops.aten.detach.default  # a view: what is written to it is written to the tensor
 _DETACH_COPY = torch.ops.aten.detach_copy.default
-_GRAD_MODE = "grad mode"  # the key in a node's metadata
+_GRAD_MODE, _IS_ARGUMENT = "grad mode", "is argument"  # keys in a node's metadata
 
 
 @contextmanager
 def recording_grad_mode() -> Iterator[None]:
-    """Record at each call traced in this thread whether grad mode is on: an export loses some of its changes."""
+    """Record at each call traced in this thread whether grad mode is on: an export loses some of its changes.
+
+    Also record whether a call returned a tensor object that the trace already knew: an argument.
+    """
     owner = threading.get_ident()
 
     def recording(original: Callable[..., Node]) -> Callable[..., Node]:
@@ -49,7 +53,15 @@ def recording_grad_mode() -> Iterator[None]:
 
         return create_node
 
-    with CREATE_NODE.wrapped(recording):
+    def recording_argument(original: Callable[..., None]) -> Callable[..., None]:
+        def set_proxy_slot(obj: Any, tracer: Any, proxy: Any) -> None:
+            if isinstance(obj, torch.Tensor) and obj in tracer.tensor_tracker and threading.get_ident() == owner:
+                proxy.proxy.node.meta[_IS_ARGUMENT] = True
+            original(obj, tracer, proxy)
+
+        return set_proxy_slot
+
+    with CREATE_NODE.wrapped(recording), SET_PROXY_SLOT.wrapped(recording_argument):
         yield
 
 
@@ -170,7 +182,7 @@ class _Detacher:
             loses_gradient = not _can_have_gradient(node) and self._may_have_gradient(node)  # view(torch.int32)
             if node.target is _DETACH or loses_gradient or any(a in self._detached for a in viewed):
                 self._detached.add(node)
-            elif not grad and _is_tensor(node) and self._may_have_gradient(node):
+            elif not grad and _is_tensor(node) and _IS_ARGUMENT not in node.meta and self._may_have_gradient(node):
                 self._detached.update((node, _insert_after(node, _DETACH)))
         elif not _can_have_gradient(node) or _is_factory(node.target):
             return
