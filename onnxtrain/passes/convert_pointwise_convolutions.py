@@ -8,7 +8,8 @@ With groups, channels and weights are split and the results concatenated. Backwa
 Elementwise ops of one tensor may be between the transpose and the convolution, such as an activation or dropout: they
 keep the strides, so the rows are contiguous after them as well.
 
-A result that reaches an output of the module is copied, because a convolution's is contiguous.
+A convolution's result is contiguous. Where that matters, the result is copied: where it reaches an output of the module,
+or a dropout that samples as eager does, in the order of memory.
 
 Refused if the input is not transposed: at four shapes, forward and backward of the convolution took 0.78 to 1.29 times
 as long as those of a matmul (2 threads, torch 2.13); of transposed inputs, 1.2 to 2.4 times.
@@ -46,7 +47,7 @@ def convert_pointwise_convolutions(graph: ir.Graph, changes: Changes) -> None:
             continue
         with nodes_before(op, node):
             y = transposed(op, _linear(op, n, transposed(op, n.x, _SWAP)), _SWAP)
-            if _may_reach_output(node.outputs[0]):
+            if _must_be_contiguous(node.outputs[0]):
                 y = op.own.Clone(y, memory_format="contiguous_format")
         substitute(graph, node.outputs[0], y, [node])
         changes.applied.append(f"converted {node.name} to a matmul")
@@ -77,8 +78,11 @@ def _is_elementwise(node: ir.Node) -> bool:
     return [axis_map.sources(axis, ranks, out_ranks) for axis in range(out_ranks[0])] == expected
 
 
-def _may_reach_output(value: ir.Value) -> bool:
-    """Return whether an output of the graph may have the strides of a value, unless it is transposed to rows first."""
+def _must_be_contiguous(value: ir.Value) -> bool:
+    """Return whether an output of the graph, or an input of an op that samples as eager, may have a value's strides.
+
+    Not if it is transposed to rows first.
+    """
     worklist, visited = [value], {value}
     while worklist:
         current = worklist.pop()
@@ -88,6 +92,8 @@ def _may_reach_output(value: ir.Value) -> bool:
             n = view(node)
             if n.definition is TRANSPOSE and list(n.perm or ()) == _SWAP:
                 continue
+            if node.metadata_props.get("samples") == "eager's":
+                return True
             may_keep = [v for v in node.outputs if n.definition.aliases or sizes.dims_of(v) == sizes.dims_of(current)]
             worklist += [v for v in may_keep if v not in visited]
             visited.update(may_keep)

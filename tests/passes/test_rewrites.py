@@ -96,6 +96,19 @@ def test_convolutions_after_elementwise_ops_are_matmuls(between: nn.Module, tmp_
     check_equals_eager(Between, rows)
 
 
+@pytest.mark.parametrize("between", [nn.Identity(), nn.ReLU()], ids=str)
+@pytest.mark.parametrize("sampled", [lambda y: nn.functional.dropout(y, 0.5), torch.rand_like, torch.bernoulli])
+def test_a_convolution_before_a_dropout_keeps_its_strides(between: nn.Module, sampled: Any) -> None:
+    """Eager samples in the order of memory."""
+
+    class Sampled(Adapted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            low = between(self.up(self.down(x.transpose(-2, -1)))).sigmoid()
+            return (low * sampled(low)).transpose(-2, -1)
+
+    check_equals_eager(Sampled, rows)
+
+
 @pytest.mark.parametrize(
     ("options", "refused"),
     [({"in_rows": False}, True), ({"stride": 2, "groups": 1}, False), ({"padding": 1, "groups": 1}, False)],
