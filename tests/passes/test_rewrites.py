@@ -97,7 +97,7 @@ def test_convolutions_after_elementwise_ops_are_matmuls(between: nn.Module, tmp_
 
 
 @pytest.mark.parametrize("between", [nn.Identity(), nn.ReLU()], ids=str)
-@pytest.mark.parametrize("sampled", [lambda y: nn.functional.dropout(y, 0.5), torch.rand_like, torch.bernoulli])
+@pytest.mark.parametrize("sampled", [lambda y: nn.functional.dropout(y, 0.5), torch.bernoulli])
 def test_a_convolution_before_a_dropout_keeps_its_strides(between: nn.Module, sampled: Any) -> None:
     """Eager samples in the order of memory."""
 
