@@ -8,7 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,14 @@ import numpy
 import torch
 import transformers
 
+from onnxtrain.execute import tolerance
 from onnxtrain.frontend.ort_module import engine_of
-from onnxtrain.torch_compat.replacement import replaced
 from tests.model_sweep.catalog import Entry
 from tests.model_sweep.example_calls import example_call
+from tests.model_sweep.in_float64 import in_float64
 from tests.model_sweep.overrides import MODEL_OVERRIDES
 from tests.model_sweep.small_configs import small_config
-from tests.zoo.checks import Comparison, Result, Side, fallbacks, leaves
+from tests.zoo.checks import Comparison, Result, Side, fallbacks, largest_of, leaves
 from tests.zoo.entry import Call, Draw, ZooModel, wide
 
 SIZES = ((2, 9), (3, 12))
@@ -93,15 +94,33 @@ def _compared(entry: Entry, model: ZooModel) -> Outcome:
 def _train(compare: Comparison) -> None:
     """Compare a step at each size.
 
-    Chance decides on a sum that nearly cancels: of 16 steps of Qwen3Next, the gradients of two of 35 parameters exceed
-    the tolerance in one step each, and the median error is eager's. After a failure, five more steps must all
-    be within the tolerance.
+    Eager's error is one sample of its rounding: in some hundred thousand tensors of all classes, a few have a sample of
+    less than half the usual error. A gradient that exceeds the tolerance must not exceed the largest error of eager
+    itself with parameters that differ by one rounding.
     """
-    try:
-        for size in SIZES:
+    for size in SIZES:
+        try:
             compare.train(*size)
-    except AssertionError:
-        compare.train_narrow(*SIZES, *SIZES, SIZES[0], chance=1.0)
+        except AssertionError as error:
+            if "gradient" not in str(error):
+                raise
+            if excess := _excess(compare, size):
+                raise AssertionError(f"{error} {excess}") from error
+
+
+def _excess(compare: Comparison, size: tuple[int, int]) -> str:
+    """Name the gradient that exceeds the tolerance and each error of eager's samples; "" if there is none."""
+    got, eager, exact = (side.train(*size).gradients for side in compare.sides())
+    samples = list(compare.eager.perturbed(*size))
+    for name, mine in got.items():
+        theirs, right = eager[name], exact[name]
+        if mine is None or theirs is None or right is None:
+            continue
+        error, allowed, _ = tolerance.error_and_bound(mine, theirs, right, largest_of(exact))
+        errors = [(t.double() - right).abs().max().item() for sample in samples if (t := sample[name]) is not None]
+        if error > max(allowed, *errors):
+            return f"(eager's own with perturbed parameters: {max(errors):.3e}, for {name}: {error:.3e})"
+    return ""
 
 
 class _Side(Side):
@@ -120,23 +139,8 @@ class _Side(Side):
         """A call."""
         random.seed(5)
         numpy.random.seed(5)  # noqa: NPY002  # models draw from this generator
-        with softmax_in_float64() if self.dtype == torch.float64 else nullcontext():
+        with in_float64() if self.dtype == torch.float64 else nullcontext():
             return super().call(batch, length)
-
-
-@contextmanager
-def softmax_in_float64() -> Iterator[None]:
-    """Ignore `softmax(scores, dtype=torch.float32)` in a model in float64, which is to be exact.
-
-    LED masks scores by the least number of their dtype: that of float64 is -inf in float32, and a row of it NaN.
-    """
-    original = torch.nn.functional.softmax
-
-    def softmax(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-        return original(x, *args, dtype=None if x.dtype == torch.float64 else dtype, **kwargs)
-
-    with replaced(torch.nn.functional, "softmax", softmax):
-        yield
 
 
 def _zoo_model(entry: Entry) -> ZooModel:
