@@ -1,7 +1,6 @@
 """Time onnxtrain's kernels for a GPU against the operators that they replace, interleaved.
 
     softmax and loss of a chunk of logits, with the gradient      row_kernel.py      PyTorch's operators
-    gradient of a matmul with a 4-bit weight                      four_bit_kernel.py bitsandbytes, then a GEMM
     three matmuls with a vocabulary that is not aligned           padded             as they are
 
 Usage: python -m benchmarks.gpu_kernels [--rounds N]
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +21,9 @@ from rich.table import Table
 from benchmarks.machine import describe_machine, measured_commit
 from onnxtrain.ops.loss.row_losses import rows_by_pytorch, run_kernel
 from onnxtrain.ops.matmul.aligned import missing, padded_gemm
-from onnxtrain.ops.quantization import four_bit_matmul
 
 Run = Callable[[], object]
 _VOCABULARY, _WIDTH, _TOKENS = 50257, 768, 4096  # GPT-2's
-_WEIGHTS = ((4096, 4096), (14336, 4096))  # of Llama 3 8B
-_ROWS = (1, 16, 64, 128, 512, 4096)
-_BLOCK, _NF4 = 64, 1
 _WARM_UP = 3
 
 
@@ -44,23 +38,6 @@ def _cross_entropy() -> Iterator[tuple[str, Run, Run]]:
             functools.partial(run_kernel, logits, _VOCABULARY, labels, factors),
             functools.partial(rows_by_pytorch, logits, _VOCABULARY, labels, factors, torch.float32),
         )
-
-
-def _four_bit() -> Iterator[tuple[str, Run, Run]]:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return
-    importlib.import_module("bitsandbytes")
-    for n, k in _WEIGHTS:
-        packed = torch.randint(256, (n * k // 2,), dtype=torch.uint8, device="cuda")
-        scale = torch.rand(n * k // _BLOCK, device="cuda")
-        for rows in _ROWS:
-            a = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)
-            arguments = (a, packed, scale, (None, None, None), ((n, k), _BLOCK, _NF4))
-            yield (
-                f"[{rows}, {n}] @ 4-bit [{n}, {k}], bfloat16",
-                functools.partial(four_bit_matmul.run_kernel, *arguments),
-                functools.partial(four_bit_matmul.bnb_matmul, *arguments),
-            )
 
 
 def _vocabulary() -> Iterator[tuple[str, Run, Run]]:
@@ -111,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print("benchmarks.gpu_kernels: no CUDA device, so there is nothing to time.")
         return 1
     table = Table("computation", "onnxtrain, ms", "replaces, ms", "times as fast", title="median (quartiles)")
-    for cases in (_cross_entropy, _four_bit, _vocabulary):
+    for cases in (_cross_entropy, _vocabulary):
         for name, own, other in cases():
             mine, theirs = _timed((own, other), options.rounds)
             ratio = statistics.median(their / my for my, their in zip(mine, theirs, strict=True))

@@ -19,7 +19,7 @@ from benchmarks.results import (
     Timed,
     speed_over,
 )
-from benchmarks.variants import EAGER, ONNXTRAIN
+from benchmarks.variants import CUDA_GRAPHS, EAGER, ONNXTRAIN
 from benchmarks.workload import Workload
 
 MAX_AFTER_EAGER_S = 2.0  # the goal for each first step
@@ -78,11 +78,16 @@ def workload_rows(workload: Workload, measured: Measured) -> Rows:
             "" if timed.first_median_s is None else f"{timed.first_median_s:.2f} s",
             _with_quartiles(timed),
             f"{measured.items / timed.total_s:,.0f}",
-            f"{timed.peak_bytes / 2**20:,.1f} MiB",
+            "in its pool" if _has_pool(workload, timed) else f"{timed.peak_bytes / 2**20:,.1f} MiB",
             "" if share is None else f"{share:.0%}",
         )
         rows.append((*row, *_compared(workload, ours, timed)))
     return Rows(workload.title, header, tuple(rows), tuple(_notes(workload, measured)))
+
+
+def _has_pool(workload: Workload, timed: Timed) -> bool:
+    """Return whether a variant's memory is that of CUDA graphs, which have it before the step that is measured."""
+    return timed.variant == CUDA_GRAPHS and workload.device == "cuda"
 
 
 def _with_quartiles(timed: Timed) -> str:
@@ -137,6 +142,8 @@ def _notes(workload: Workload, measured: Measured) -> Iterator[str]:
     if ours and eager and ours.parts_s and eager.parts_s:
         parts = (f"{part} {duration(eager.parts_s[part])} and {duration(s)}" for part, s in ours.parts_s.items())
         yield f"A step in parts, {EAGER} and {ONNXTRAIN}: {', '.join(parts)}."
+    if any(_has_pool(workload, timed) for timed in measured.variants):
+        yield "in its pool: CUDA graphs keep the memory of a step between steps; its size was not measured."
     common = min(len(timed.losses) for timed in measured.variants)
     losses = ", ".join(f"{timed.variant} {timed.losses[common - 1]:.3f}" for timed in measured.variants)
     yield f"Loss of step {common}: {losses}."

@@ -80,13 +80,15 @@ class Compiled:
         if self.parts is not None:
             parts = {"forward": self.parts.forward, "backward": self.parts.backward}
         titles = {name: f"fused regions ({name})" for name in parts}
-        if self.layout is not None:
+        reason = ""
+        if self.unit.device_type != "cpu":
+            reason = "it is for a GPU, where kernels=fused and fused-all compile whole programs instead"
+        elif self.layout is not None:
             reason = "its image tensors are channels_last, and a region's kernel takes contiguous tensors only"
+        if reason:
             return tuple(PassReport(t, 0.0, refused=(Refusal("regions", name, reason),)) for name, t in titles.items())
         nodes = [node for part in parts.values() for node in part.nodes]
-        storages = Storages(
-            nodes, self.symbol_values, self.unit.device_type
-        )  # both parts: backward reads forward's sizes
+        storages = Storages(nodes, self.symbol_values, "cpu")  # of both parts: backward reads forward's sizes
         return tuple(regions.describe_regions(titles[name], part, storages) for name, part in parts.items())
 
     def results(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:

@@ -2,7 +2,7 @@
 
     caller's stream ──waits for the last section──> copies in ─> replay ──event──> the next section waits
 
-Ran on one H200 with PyTorch 2.11 (tests marked gpu), when each recording still had memory of its own.
+Ran on one H200 with PyTorch 2.11 (tests marked gpu, and the benchmarks).
 """
 
 from __future__ import annotations

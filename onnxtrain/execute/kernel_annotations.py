@@ -1,6 +1,8 @@
-"""Annotate nodes for their kernels: which random generator they use, and whether compiled C++ or Triton may run."""
+"""Annotate nodes for their kernels (the random generator, compiled C++ or Triton); which parts Inductor compiles."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import onnx_ir as ir
 import torch
@@ -32,3 +34,15 @@ def annotate_kernels(graph: ir.Graph, options: Options, device: torch.device) ->
 def may_compile_in_background(options: Options) -> bool:
     """Return whether compiled C++ may replace operators as soon as it is built, in the middle of training."""
     return options.kernels != "pytorch" and options.rng == "fast" and not torch.are_deterministic_algorithms_enabled()
+
+
+def inductor_compiles(options: Options, device: torch.device) -> Literal["regions", "programs"] | None:
+    """Return which parts of a step PyTorch's Inductor compiles under the option `kernels`; None: none.
+
+    Regions are for a CPU: AOTInductor of PyTorch 2.11 crashed when it compiled a region for an NVIDIA H200.
+    """
+    if options.kernels == "inductor":
+        return "programs"
+    if options.kernels in ("fused", "fused-all"):
+        return "regions" if device.type == "cpu" else "programs"
+    return None

@@ -19,8 +19,7 @@ source may include the headers of PyTorch and Python.
     build.py      the cache on disk
     background.py child processes at low priority, one at a time; throttled Python work beside a training
     compiler.py   the compiler and its flags
-    row_kernel.py, four_bit_kernel.py
-                  cross entropy and 4-bit matmuls for a GPU, in Triton, which compiles them when they are called
+    row_kernel.py cross entropy for a GPU, in Triton, which compiles it when it is called
 
 Libraries are cached in `cache_folder("native")`, by source, flags, compiler and processor. If there is no compiler or
 the source does not compile, that is logged once and `functions` stays None. `kernels="pytorch"` disables them:

@@ -94,9 +94,9 @@ class Options:
         one_of("pytorch", "native", "fused", "fused-all", "inductor"),
         "the kernels to use: 'pytorch': PyTorch's; 'native': also native kernels for attention, dropout, norms and "
         "others, compiled in the background (on a CPU with a C++ compiler); 'fused': also one kernel of PyTorch's "
-        "Inductor (Triton on a GPU) for adjacent elementwise ops, norms, softmax and sums, if it is measured to be "
-        "faster; 'fused-all': such kernels wherever ops can be fused; 'inductor': forward and backward each as one "
-        "program of Inductor, if it is measured to be faster",
+        "Inductor for adjacent elementwise ops, norms, softmax and sums, if it is measured to be faster; 'fused-all': "
+        "such kernels wherever ops can be fused; 'inductor': forward and backward each as one program of Inductor, if "
+        "it is measured to be faster. On a GPU, 'fused' and 'fused-all' act as 'inductor'",
         "ONNXTRAIN_KERNELS",
     )
     process_wide: tuple[str, ...] = _knob(

@@ -1,4 +1,4 @@
-"""Access AOTInductor, which compiles a region of a program to a library, and the runners of such libraries."""
+"""Access AOTInductor, which compiles a region of a program to a library, and the runner of such a library."""
 
 from __future__ import annotations
 
@@ -32,13 +32,5 @@ CPU_RUNNER = Internal[Callable[..., Any]](
     why="the documented loader unpacks its file and adds some 100 us to each call",
     fallback=_refuse("torch._C._aoti"),
     cost="operators are not fused to compiled regions",
-    check=callable,
-)
-CUDA_RUNNER = Internal[Callable[..., Any]](
-    "cuda_runner",
-    lambda: torch._C._aoti.AOTIModelContainerRunnerCuda,
-    why="see cpu_runner",
-    fallback=_refuse("torch._C._aoti"),
-    cost="operators are not fused to compiled regions on a GPU",
     check=callable,
 )

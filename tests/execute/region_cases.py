@@ -48,8 +48,8 @@ def part_of(build: Build, dims: Sequence[str], dtype: torch.dtype = torch.float3
     return single_part(ir.Model(op.graph, ir_version=10))
 
 
-def regions_of(part: Part, device: str = "cpu") -> tuple[Part, tuple[Region, ...]]:
-    result = find_regions(part, Storages(part.nodes, SIZES, device))
+def regions_of(part: Part) -> tuple[Part, tuple[Region, ...]]:
+    result = find_regions(part, Storages(part.nodes, SIZES, "cpu"))
     return result.part, result.regions
 
 
@@ -109,7 +109,7 @@ KINDS: dict[str, tuple[Build, Sequence[str]]] = {
 }
 
 
-def nodes_as_kernel(path: Path, device: torch.device = CPU) -> Callable[[Sequence[torch.Tensor]], Any]:
+def nodes_as_kernel(path: Path) -> Callable[[Sequence[torch.Tensor]], Any]:
     """The kernel of a fake compiler: the region of a request, run node by node."""
     model, _ = request.read_request(path)
     program = Program(single_part(model), "written", CPU)
@@ -119,13 +119,13 @@ def nodes_as_kernel(path: Path, device: torch.device = CPU) -> Callable[[Sequenc
 def written(folder: Path, part: Part) -> Path:
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
     folder.mkdir(parents=True, exist_ok=True)
-    Request(part, shapes, CPU).write(folder)
+    Request(part, shapes).write(folder)
     return folder
 
 
 def a_request(width: int = 11) -> Request:
     dims = f"b {width}"
-    return Request(regions_of(part_of(gated, [dims, dims]))[1][0].part, [[5, width], [5, width]], CPU)
+    return Request(regions_of(part_of(gated, [dims, dims]))[1][0].part, [[5, width], [5, width]])
 
 
 class Block(nn.Module):
@@ -155,7 +155,7 @@ def results(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     x = x.clone().requires_grad_()
     y = model(x)
-    y.mul(torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)).sum().backward()
+    y.mul(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
     assert x.grad is not None
     return {"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
@@ -187,19 +187,17 @@ def wait_for(programs: Sequence[FusedProgram]) -> None:
 class Trained:
     """A module of two blocks and a layer with its fused programs, and the same module in eager."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.programs = fused_programs(monkeypatch)
         torch.manual_seed(0)
         # The output is large, so the peak of memory is there, and regions may hold slightly more elsewhere.
-        self.eager = nn.Sequential(Block(), Block(), nn.Linear(8, 128), nn.Tanh()).to(device, dtype)
+        self.eager = nn.Sequential(Block(), Block(), nn.Linear(8, 128), nn.Tanh()).to(dtype)
         self.exact = copy.deepcopy(self.eager).double()
         self.module = ORTModule(copy.deepcopy(self.eager), **{"native": True, "rng": "fast", **options})
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
 
     def check(self, *shape: int) -> None:
-        x = torch.randn(*shape, 8, dtype=self.dtype, device=self.device)
+        x = torch.randn(*shape, 8, dtype=self.dtype)
         got = results(self.module, x)
         eager, exact = results(self.eager, x), results(self.exact, x.double())
         largest = max((v.abs().max().item() for v in exact.values() if v.numel()), default=0.0)

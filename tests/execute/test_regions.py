@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +20,19 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.execute.inductor_program import program as by_inductor
+from onnxtrain.execute.program import Program
 from onnxtrain.execute.regions import call as calling
 from onnxtrain.execute.regions import program as fused
 from onnxtrain.execute.regions.call import RegionCall
 from onnxtrain.execute.regions.process import Process
 from onnxtrain.execute.regions.program import FusedProgram
 from onnxtrain.execute.regions.request import METADATA, Request
+from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.graph.builder import Builder
 from onnxtrain.native import background, compiler
 from onnxtrain.native.build import BuildError
+from onnxtrain.options import Options
 from onnxtrain.plan.regions import find_regions
 from onnxtrain.plan.storage import Storages
 from onnxtrain.testing import assert_no_worse_than_eager
@@ -34,6 +40,7 @@ from tests.execute.region_cases import (
     CPU,
     KINDS,
     SIZES,
+    Block,
     Gated,
     Trained,
     fused_programs,
@@ -154,7 +161,7 @@ def test_unfused_nodes_have_a_reason() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_contains_the_whole_region(kind: str, tmp_path: Path) -> None:
     region = regions_of(part_of(*KINDS[kind]))[1][0]
-    RegionCall(region.part, nodes_as_kernel(written(tmp_path, region.part)), CPU)  # checks the kernel
+    RegionCall(region.part, nodes_as_kernel(written(tmp_path, region.part)))  # checks the kernel
 
 
 def test_equal_regions_of_two_layers_are_compiled_once() -> None:
@@ -164,9 +171,9 @@ def test_equal_regions_of_two_layers_are_compiled_once() -> None:
     first, second = regions_of(part_of(layers, ["b 8", "8 8"]))[1]
     shapes = [[5, 8], [5, 8]]
     assert len(first.part.inputs) == 1
-    assert Request(first.part, shapes[:1], CPU).key != Request(second.part, shapes, CPU).key
+    assert Request(first.part, shapes[:1]).key != Request(second.part, shapes).key
     third = regions_of(part_of(gated, ["h 8", "h 8"]))[1][0]
-    assert Request(third.part, shapes, CPU).key == Request(second.part, [[9, 8], [9, 8]], CPU).key
+    assert Request(third.part, shapes).key == Request(second.part, [[9, 8], [9, 8]]).key
 
 
 def test_a_wrong_kernel_is_refused(tmp_path: Path) -> None:
@@ -179,14 +186,14 @@ def test_a_wrong_kernel_is_refused(tmp_path: Path) -> None:
     }
     for message, kernel in wrong.items():
         with pytest.raises(BuildError, match=message):
-            RegionCall(part, kernel, CPU)
+            RegionCall(part, kernel)
 
 
 def test_a_kernel_that_is_wrong_at_typical_sizes_is_refused(tmp_path: Path) -> None:
     """A loop over full vectors may be wrong while the remainder is right: the child process checks that."""
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     good = nodes_as_kernel(written(tmp_path, part))
-    call = RegionCall(part, lambda tensors: [good(tensors)[0] * (1 + (tensors[0].numel() > 99))], CPU)
+    call = RegionCall(part, lambda tensors: [good(tensors)[0] * (1 + (tensors[0].numel() > 99))])
     with pytest.raises(BuildError, match="the kernel's error is"):
         call.compare([[16, 64], [16, 64]])
 
@@ -200,7 +207,7 @@ def test_a_kernel_that_fails_at_run_time_is_replaced_by_its_nodes(
     timed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
-    call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU)
+    call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)))
     if timed:
         call.try_both()
     call.kernel = fails
@@ -211,23 +218,11 @@ def test_a_kernel_that_fails_at_run_time_is_replaced_by_its_nodes(
     assert sum("no more memory" in r.getMessage() for r in caplog.records) == 1
 
 
-def test_a_gpu_kernel_takes_aligned_tensors_of_32_bit_sizes(tmp_path: Path) -> None:
-    """Tensors with the alignment that it was compiled for, of less than 2^31 elements."""
-    part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
-    call = RegionCall(part, nodes_as_kernel(written(tmp_path, part)), CPU)
-    x = torch.randn(65)
-    call._device = torch.device("cuda")
-    assert call._takes((x[:64].view(8, 8), x[:64].view(8, 8)))
-    assert not call._takes((x[:64].view(8, 8), x[1:].view(8, 8)))
-    large = torch.empty(2, device="meta").as_strided((2**16, 2**15), (2**15, 1))
-    assert not call._takes((large, large))
-
-
 def test_small_sizes_and_strided_tensors_run_the_nodes(tmp_path: Path) -> None:
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     kernel = nodes_as_kernel(written(tmp_path, part))
     calls: list[int] = []
-    call = RegionCall(part, lambda tensors: (calls.append(1), kernel(tensors))[1], CPU)
+    call = RegionCall(part, lambda tensors: (calls.append(1), kernel(tensors))[1])
     calls.clear()
     for shape, taken in (((2, 2), 1), ((1, 4), 0), ((4, 1), 0), ((0, 3), 0), ((5, 3), 1)):
         x, y = torch.randn(shape), torch.randn(shape)
@@ -247,7 +242,7 @@ def test_the_faster_of_kernel_and_nodes_is_kept(
     clock = [0.0]
     part = regions_of(part_of(gated, ["b h", "b h"]))[1][0].part
     kernel = nodes_as_kernel(written(tmp_path, part))
-    call = RegionCall(part, kernel, CPU)
+    call = RegionCall(part, kernel)
     nodes = call._nodes
     monkeypatch.setattr(calling.time, "perf_counter", lambda: clock[0])
 
@@ -320,7 +315,7 @@ def test_each_region_runs_by_its_kernel_as_soon_as_it_is_built(
             go.acquire()
             yield built
 
-    def counted(path: Path, device: torch.device) -> Any:
+    def counted(path: Path) -> Any:
         kernel = nodes_as_kernel(path)
         return lambda tensors: (ran.append(path), kernel(tensors))[1]
 
@@ -449,6 +444,30 @@ def test_options_that_disable_regions_watch_no_program(
     assert not made_up
 
 
+@pytest.mark.parametrize("kernels", ["fused", "fused-all"])
+@pytest.mark.parametrize(("device", "compiled"), [("cpu", "regions"), ("cuda", "programs")])
+def test_a_gpu_has_whole_programs_instead_of_regions(kernels: str, device: str, compiled: str) -> None:
+    program = Program(part_of(*KINDS["silu * up"]), "forward", CPU)
+    arguments = program, Options(kernels=kernels), torch.device(device), lambda *_: program
+    regions, whole = fused.watch(*arguments), by_inductor.watch(*arguments, frees_arguments=False)
+    assert (regions is not None, whole is not None) == (compiled == "regions", compiled == "programs")
+    watched = regions or whole
+    assert watched is not None
+    assert program.run == watched.run
+
+
+def test_the_report_of_a_program_on_a_gpu_has_no_regions() -> None:
+    module = ORTModule(Block(64, 64))
+    module(torch.randn(256, 64)).sum().backward()
+    compiled = engine_of(module).newest()
+    assert all(report.applied for report in compiled.regions())
+    unit = copy.copy(compiled.unit)
+    unit.device_type = "cuda"
+    for report in replace(compiled, unit=unit).regions():
+        assert not report.applied
+        assert "whole programs" in report.refused[0].reason
+
+
 def test_variables_of_onnxruntime_training_enable_regions(monkeypatch: pytest.MonkeyPatch, made_up: list[Path]) -> None:
     monkeypatch.setenv("ORTMODULE_USE_TRITON", "0")
     trained = Trained(monkeypatch)
@@ -498,7 +517,7 @@ def test_a_failing_compiler_is_warned_of_once(
 def test_a_wrong_kernel_is_warned_of_once_and_not_used(
     made_up: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load(path: Path, device: torch.device) -> Any:
+    def load(path: Path) -> Any:
         good = nodes_as_kernel(path)
         return lambda tensors: [t * 1.001 for t in good(tensors)]
 
@@ -542,9 +561,8 @@ def test_several_threads_compile_once(made_up: list[Path], monkeypatch: pytest.M
 
 def test_a_library_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     (tmp_path / "library.so").write_text("no library")
-    for device in (CPU, torch.device("cuda", 0)):
-        with pytest.raises(BuildError, match="loading the library"):
-            calling.load(tmp_path / "library.so", device)
+    with pytest.raises(BuildError, match="loading the library"):
+        calling.load(tmp_path / "library.so")
 
 
 class Doubled(torch.autograd.Function):

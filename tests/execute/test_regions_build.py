@@ -185,11 +185,11 @@ def test_the_process_keeps_no_wrong_library(tmp_path: Path, monkeypatch: pytest.
             archive.writestr("data/model.so", b"a library")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
-    monkeypatch.setattr(child, "load", lambda path, device: lambda tensors: [tensors[0] * tensors[1]])
+    monkeypatch.setattr(child, "load", lambda path: lambda tensors: [tensors[0] * tensors[1]])
     with pytest.raises(BuildError, match="the kernel's error is"):
         child.compile_in(tmp_path)
     assert not (tmp_path / request.LIBRARY).exists()
-    monkeypatch.setattr(child, "load", lambda path, device: nodes_as_kernel(tmp_path))
+    monkeypatch.setattr(child, "load", lambda path: nodes_as_kernel(tmp_path))
     child.compile_in(tmp_path)
     assert is_intact(tmp_path / request.LIBRARY)
 

@@ -1,4 +1,4 @@
-"""Fused regions with the real compiler: parts, models, a second process, a GPU."""
+"""Fused regions with the real compiler: parts, models, a second process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_compiled_region_equals_its_nodes(kind: str, dtype: torch.dtype) -> No
     build, dims = KINDS[kind]
     part = regions_of(part_of(build, dims, dtype))[1][0].part
     shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
-    call = compiled(part, shapes, CPU)
+    call = compiled(part, shapes)
     for b, s, h in ((2, 3, 5), (4, 2, 64), (33, 9, 130), (1, 3, 4), (3, 0, 2), (2, 2, 2)):
         symbol_values = {"b": b, "s": s, "h": h}
         inputs = [
@@ -60,15 +60,15 @@ def test_a_compiled_region_equals_its_nodes(kind: str, dtype: torch.dtype) -> No
     compare(call, part, with_special)
 
 
-def compiled(part: Part, shapes: Sequence[Sequence[int]], device: torch.device) -> RegionCall:
-    ((_, library),) = build([Request(part, shapes, device)])
+def compiled(part: Part, shapes: Sequence[Sequence[int]]) -> RegionCall:
+    ((_, library),) = build([Request(part, shapes)])
     assert isinstance(library, Path), library
-    return RegionCall(part, load(library, device), device)
+    return RegionCall(part, load(library))
 
 
 def compare(call: RegionCall, part: Part, inputs: Sequence[torch.Tensor]) -> None:
     got = call(*inputs)
-    nodes = Program(part, "nodes", inputs[0].device)
+    nodes = Program(part, "nodes", CPU)
     own, exact = nodes.run(inputs, ())[0], nodes.run([t.double() for t in inputs], ())[0]
     for value, a, b, c in zip(part.outputs, got, own, exact, strict=True):
         assert value is not None
@@ -139,27 +139,3 @@ def test_a_model_of_the_zoo_trains_with_compiled_regions(name: str, monkeypatch:
     assert not building._refused
     for shape in entry.sizes:
         compare.train(*shape)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_region_on_a_gpu_equals_its_nodes(kind: str) -> None:
-    build, dims = KINDS[kind]
-    part, gpu = regions_of(part_of(build, dims), "cuda")[1][0].part, torch.device("cuda", torch.cuda.current_device())
-    shapes = [[SIZES[s] if isinstance(s, str) else s for s in sizes.dims_of(v)] for v in part.inputs]
-    call = compiled(part, shapes, gpu)
-    for b, s, h in ((2, 3, 5), (33, 9, 130), (1, 3, 4), (3, 0, 2)):
-        symbol_values = {"b": b, "s": s, "h": h}
-        inputs = [
-            torch.randn([sizes.evaluate(n, symbol_values) for n in sizes.dims_of(v)], device=gpu) for v in part.inputs
-        ]
-        compare(call, part, inputs)
-
-
-@pytest.mark.gpu
-def test_a_model_trains_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = Trained(monkeypatch, kernels="fused-all", device="cuda")
-    trained.prepared()
-    assert all(program.settled for program in trained.programs)
-    for shape in ((3, 5), (1, 4), (4, 1), (2, 0), (33, 2)):
-        trained.check(*shape)

@@ -368,6 +368,22 @@ def test_a_table_says_which_goals_are_met_and_which_missed() -> None:
     assert "First step +3.0 s after eager's (+1.5 to +3.5 in 3 pairs of processes); goal 2 s: missed" in several
 
 
+def test_the_memory_of_cuda_graphs_is_in_their_pool() -> None:
+    """A measured step allocates nothing. In the rehearsal on a CPU, the variant records no graphs."""
+    measured = made_up()
+    variants = tuple(dataclasses.replace(measured.variants[0], variant=name) for name in (ONNXTRAIN, CUDA_GRAPHS))
+    measured = dataclasses.replace(measured, variants=variants)
+    cells = {}
+    for device in ("cuda", "cpu"):
+        rows = tables.workload_rows(dataclasses.replace(MINILM, device=device), measured)
+        column = rows.header.index("peak memory")
+        cells[device] = [row[column] for row in rows.rows]
+        assert any(note.startswith("in its pool: ") for note in rows.notes) == (device == "cuda")
+    in_mib = cells["cpu"][0]
+    assert in_mib.endswith("MiB")
+    assert cells == {"cuda": [in_mib, "in its pool"], "cpu": [in_mib, in_mib]}
+
+
 def test_a_disturbed_run_says_so() -> None:
     assert "DISTURBED, not to be quoted" in shown(tables.workload_rows(MINILM, made_up(LOUD)))
 

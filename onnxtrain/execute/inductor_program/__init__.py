@@ -1,4 +1,4 @@
-"""A program as one artifact of PyTorch's Inductor (kernels="inductor"), compiled beside a training.
+"""A program as one artifact of PyTorch's Inductor, compiled beside a training (`inductor_compiles` says when).
 
     program ─1─> counts calls                                             the program as it is
             ─2─> another process traces and compiles it                   the program as it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from onnxtrain.execute.boundary import RandomState, random_state
 from onnxtrain.execute.inductor_program.call import ArtifactCall, load
 from onnxtrain.execute.inductor_program.request import ArgumentSpec, ProgramRequest
 from onnxtrain.execute.inductor_program.split import Split, split
+from onnxtrain.execute.kernel_annotations import inductor_compiles
 from onnxtrain.execute.program import Program, Results, Run, drain
 from onnxtrain.execute.regions.build import build, refuse
-from onnxtrain.execute.regions.call import time_on
 from onnxtrain.execute.tolerance import differs_grossly
 from onnxtrain.log import LOG, warn
 from onnxtrain.native import background
@@ -36,7 +37,7 @@ def watch(
     make_views: Callable[[Part], Program],
     frees_arguments: bool,
 ) -> InductorProgram | None:
-    """Run a program by Inductor, with kernels="inductor".
+    """Run a program by Inductor, if it compiles whole programs (`inductor_compiles`).
 
     Args:
         program: its `run` is replaced.
@@ -48,7 +49,7 @@ def watch(
     Returns:
         None if the program stays as it is.
     """
-    if options.kernels != "inductor":
+    if inductor_compiles(options, device) != "programs":
         return None
     try:
         parts = split(program.part)
@@ -174,10 +175,10 @@ class InductorProgram:
             return self._ordinary(drain(tensors), sizes_in)
         by_artifact, by_program = self._seconds.values()
         is_artifact = len(by_program) >= len(by_artifact)
-        start = time_on(self._device)
+        start = _time_on(self._device)
         run = self._by_artifact if is_artifact else self._drained
         result = run(tensors, sizes_in)
-        (by_artifact if is_artifact else by_program).append(time_on(self._device) - start)
+        (by_artifact if is_artifact else by_program).append(_time_on(self._device) - start)
         if len(by_program) >= _TRIALS:
             self._choose()
         return result
@@ -218,6 +219,13 @@ class InductorProgram:
 
     def _drained(self, tensors: list[torch.Tensor], sizes_in: Sequence[int]) -> Results:
         return self._ordinary(drain(tensors), sizes_in)
+
+
+def _time_on(device: torch.device) -> float:
+    """Return the time at which the device has done all earlier work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _set_random_state(state: RandomState) -> None:

@@ -15,7 +15,7 @@ import torch
 from onnxtrain.capture.key.fingerprint import NotStorableError, versions
 from onnxtrain.capture.stored.graph import to_bytes
 from onnxtrain.errors import GraphError
-from onnxtrain.execute.regions.request import GRAPH, METADATA, MIN_DYNAMIC_SIZE, device_kind
+from onnxtrain.execute.regions.request import GRAPH, METADATA, MIN_DYNAMIC_SIZE
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.sizes import Size, Sizes
 from onnxtrain.graph.values import ONNX
@@ -187,12 +187,19 @@ class ProgramRequest:
         self.metadata = json.dumps({**described, "typical": typical})
         # Without the typical values: the artifact supports others as well.
         del described["device"]
-        determining = [described, current_machine().code_target, device_kind(device)]
+        determining = [described, current_machine().code_target, _device_kind(device)]
         self.key = hashlib.sha256(self.graph + b"\0" + json.dumps(determining).encode()).hexdigest()[:24]
 
     def write(self, folder: Path) -> None:
         folder.joinpath(GRAPH).write_bytes(self.graph)
         folder.joinpath(METADATA).write_text(self.metadata, encoding="utf-8")
+
+
+def _device_kind(device: torch.device) -> tuple[str, ...]:
+    """Return the kind of a device: its artifact runs on any device of this kind."""
+    if device.type == "cpu":
+        return ("cpu",)
+    return (device.type, torch.cuda.get_device_name(device), f"{torch.version.cuda} {torch.version.hip}")
 
 
 def _graph(part: Part) -> tuple[ir.Graph, dict[ir.Value, str]]:

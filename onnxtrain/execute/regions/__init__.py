@@ -1,5 +1,8 @@
 """Fused regions: adjacent nodes as one kernel of PyTorch's Inductor, compiled in the background while training runs.
 
+They are for a CPU: AOTInductor of PyTorch 2.11 crashed when it compiled a region for an NVIDIA H200. On a GPU whole
+programs are compiled instead (`inductor_program`).
+
     program ─1─> counts calls                                            the program as it is
             ─2─> finds regions; another process compiles them            the program with a call for each one built
             ─3─> times each region's kernel against its nodes            the program with one call per region

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -25,40 +24,20 @@ from onnxtrain.torch_compat import inductor
 Kernel = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 _TRIALS = 10  # timed calls of the kernel and of the nodes
 _CHECKED_SIZE = 3  # dynamic sizes in the check of a new kernel: odd, so that vectorized loops have a remainder
-# Triton's kernels index elements with 32 bits, and their wide loads need the alignment of an allocator's new memory.
-_MAX_ELEMENTS_ON_GPU = 2**31 - 1
-_ALIGNED_BYTES = 16
+_CPU = torch.device("cpu")
 
 
-def load(path: Path, device: torch.device) -> Kernel:
+def load(path: Path) -> Kernel:
     """Load a library that `build` returned: a function of contiguous tensors that returns new tensors.
 
     Raises:
         BuildError: this PyTorch cannot load it.
     """
-    runner: Any
     try:
-        if device.type == "cpu":
-            runner = inductor.CPU_RUNNER.get()(str(path), 1)
-        else:
-            runner = inductor.CUDA_RUNNER.get()(str(path), 1, str(device))
+        runner = inductor.CPU_RUNNER.get()(str(path), 1)
     except (RuntimeError, AttributeError) as error:
         raise BuildError(f"loading the library ended with an error: {error}") from error
-    if device.type == "cpu":
-        return cast(Kernel, runner.run)  # it takes any sequence
-
-    def on_gpu(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        with torch.cuda.device(device):  # the kernel runs on its current stream
-            return cast(Sequence[torch.Tensor], runner.run(tensors))
-
-    return on_gpu
-
-
-def time_on(device: torch.device) -> float:
-    """Return the time at which the device has done all earlier work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return cast(Kernel, runner.run)  # it takes any sequence
 
 
 class RegionCall:
@@ -70,19 +49,18 @@ class RegionCall:
         chosen: "kernel" (at first) or "nodes"; None while the two are interleaved and timed.
     """
 
-    def __init__(self, part: Part, kernel: Kernel, device: torch.device) -> None:
+    def __init__(self, part: Part, kernel: Kernel) -> None:
         """Check the kernel against the nodes.
 
         Args:
             part: the region.
             kernel: its compiled form.
-            device: where it runs.
 
         Raises:
             BuildError: the kernel's results differ from those of the nodes, or it returns an input.
         """
-        self.part, self.kernel, self._device = part, kernel, device
-        self._nodes = Program(part, "region", device).run
+        self.part, self.kernel = part, kernel
+        self._nodes = Program(part, "region", _CPU).run
         self.chosen: str | None = "kernel"
         self._seconds: dict[str, list[float]] = {"kernel": [], "nodes": []}
         sources: dict[sizes.Size, tuple[int, int]] = {}  # (input, axis) of each dynamic size
@@ -92,10 +70,8 @@ class RegionCall:
                     sources.setdefault(size, (index, axis))
         self._dynamic_axes = tuple(sources.values())
         values = [*part.inputs, *(v for node in part.nodes for v in node.outputs)]
-        shapes = {sizes.dims_of(v) for v in values}
-        if not {size for shape in shapes for size in shape if isinstance(size, str)} <= sources.keys():
+        if not {size for v in values for size in sizes.dims_of(v) if isinstance(size, str)} <= sources.keys():
             raise BuildError("a dimension inside the region does not follow from the shapes of its inputs")
-        self._shapes = [[s if isinstance(s, int) else sources[s] for s in shape] for shape in shapes]
         self.compare([[_CHECKED_SIZE if isinstance(n, str) else n for n in sizes.dims_of(v)] for v in part.inputs])
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -116,16 +92,7 @@ class RegionCall:
         for tensor in tensors:
             if not tensor.is_contiguous():
                 return False
-        for index, axis in self._dynamic_axes:
-            if tensors[index].size(axis) < MIN_DYNAMIC_SIZE:
-                return False
-        return self._device.type == "cpu" or self._fits_gpu_kernel(tensors)
-
-    def _fits_gpu_kernel(self, tensors: Sequence[torch.Tensor]) -> bool:
-        for shape in self._shapes:
-            if math.prod(s if isinstance(s, int) else tensors[s[0]].size(s[1]) for s in shape) > _MAX_ELEMENTS_ON_GPU:
-                return False
-        return not any(tensor.data_ptr() % _ALIGNED_BYTES for tensor in tensors)
+        return all(tensors[index].size(axis) >= MIN_DYNAMIC_SIZE for index, axis in self._dynamic_axes)
 
     def _by_kernel(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         try:
@@ -138,9 +105,9 @@ class RegionCall:
     def _timed(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         by_kernel, by_nodes = self._seconds.values()
         variant = "kernel" if len(by_nodes) >= len(by_kernel) else "nodes"
-        start = time_on(self._device)
+        start = time.perf_counter()
         results = self._by_kernel(tensors) if variant == "kernel" else self._nodes(tensors, ())[0]
-        self._seconds[variant].append(time_on(self._device) - start)
+        self._seconds[variant].append(time.perf_counter() - start)
         if self.chosen is None and len(by_nodes) >= _TRIALS and len(by_kernel) >= _TRIALS:
             self.chosen = "kernel" if self.gain() > 0 else "nodes"
         return results
@@ -154,7 +121,6 @@ class RegionCall:
         generator = torch.Generator().manual_seed(0)
         dtypes = [TORCH_DTYPES[dtype_of(value)] for value in self.part.inputs]
         inputs = [torch.randn(s, generator=generator, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
-        inputs = [t.to(self._device) for t in inputs]
         with torch.no_grad():
             try:
                 results = self.kernel(inputs)

@@ -1,7 +1,7 @@
 """The process that compiles regions: python -m onnxtrain.execute.regions.child CONNECTION.
 
-A region is traced as the program of its nodes. PyTorch's AOTInductor compiles the trace to C++ (and, for a GPU, Triton
-kernels), and the C++ compiler builds a library. CONNECTION is a file descriptor, from which the process reads the names
+A region is traced as the program of its nodes. PyTorch's AOTInductor compiles the trace to C++, and the C++ compiler
+builds a library. CONNECTION is a file descriptor, from which the process reads the names
 of folders with one request each. It writes the library to the folder, as `library.so`, and answers with the error, or
 "". It compiles the programs of `inductor_program` too.
 """
@@ -67,23 +67,21 @@ def compile_in(folder: Path) -> None:
     if metadata["kind"] == "program":
         compile_program(model, metadata, folder)
         return
-    part, device = single_part(model), torch.device(metadata["device"])
+    part = single_part(model)
     shapes = [_typical_shape(value, shape) for value, shape in zip(model.graph.inputs, metadata["shapes"], strict=True)]
-    region = _Region(Program(part, "region", device))
+    region = _Region(Program(part, "region", torch.device("cpu")))
     with torch.no_grad():
-        tensors, dims = _example(model, shapes, device)
+        tensors, dims = _example(model, shapes)
         traced = torch.export.export(region, tensors, dynamic_shapes=(dims,), strict=False)
     package = folder / "package.pt2"
     configs = {"cpp.threads": metadata["threads"]}
-    if device.type == "cuda":
-        configs["aot_inductor.embed_kernel_binary"] = True  # one file, as on a CPU
     inductor.COMPILE_PACKAGE.get()(traced, package_path=str(package), inductor_configs=configs)
     with zipfile.ZipFile(package) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".so")]
         library = folder / f"{request.LIBRARY}.partial"
         library.write_bytes(archive.read(name))
     # A kernel that crashes ends this process, not the training.
-    RegionCall(part, load(library, device), device).compare(shapes)
+    RegionCall(part, load(library)).compare(shapes)
     append_digest(library)
     library.replace(folder / request.LIBRARY)
 
@@ -94,12 +92,12 @@ def _typical_shape(value: ir.Value, shape: list[int]) -> list[int]:
     return [max(n, request.MIN_DYNAMIC_SIZE) if isinstance(size, str) else n for size, n in pairs]
 
 
-def _example(model: ir.Model, shapes: list[list[int]], device: torch.device) -> Any:
+def _example(model: ir.Model, shapes: list[list[int]]) -> Any:
     """Return tensors of these shapes, and their dynamic dimensions for torch.export."""
     dynamic = functools.cache(lambda name: torch.export.Dim(name, min=request.MIN_DYNAMIC_SIZE))
     tensors, dims = [], []
     for value, shape in zip(model.graph.inputs, shapes, strict=True):
-        tensors.append(torch.zeros(shape, dtype=TORCH_DTYPES[dtype_of(value)], device=device))
+        tensors.append(torch.zeros(shape, dtype=TORCH_DTYPES[dtype_of(value)]))
         dims.append({i: dynamic(size) for i, size in enumerate(sizes.dims_of(value)) if isinstance(size, str)})
     return tuple(tensors), tuple(dims)
 

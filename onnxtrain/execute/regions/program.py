@@ -13,6 +13,7 @@ import torch
 
 from onnxtrain.errors import GraphError
 from onnxtrain.execute.cpp_program.static_graph import bind_sizes
+from onnxtrain.execute.kernel_annotations import inductor_compiles
 from onnxtrain.execute.program import FusedCalls, Program, Run, drain
 from onnxtrain.execute.regions.build import build, refuse
 from onnxtrain.execute.regions.call import RegionCall, load
@@ -37,23 +38,23 @@ MakeProgram = Callable[[Part, FusedCalls], Program]
 
 
 def watch(program: Program, options: Options, device: torch.device, make_program: MakeProgram) -> FusedProgram | None:
-    """Run the regions of a program by compiled kernels, if it has nodes that gain from fusion.
+    """Run the regions of a program by compiled kernels, on a CPU, if it has nodes that gain from fusion.
 
     Args:
         program: the program; its `run` is replaced.
         options: `kernels` says which nodes are fused.
-        device: where it runs, a CPU or a GPU.
+        device: where it runs.
         make_program: makes the program of a part in which some nodes run as one call.
 
     Returns:
         None if the program stays as it is.
     """
-    if not options.kernels.startswith("fused"):
+    if inductor_compiles(options, device) != "regions":
         return None
     wanted = FUSIBLE if options.kernels == "fused-all" else GAINS_FROM_FUSION
     if not any(node in wanted for node in program.part.nodes):
         return None
-    return FusedProgram(program, options, device, make_program)
+    return FusedProgram(program, options, make_program)
 
 
 def _dump_folder(options: Options) -> Path | None:
@@ -70,8 +71,8 @@ class FusedProgram:
         settled: whether the regions to keep are chosen.
     """
 
-    def __init__(self, program: Program, options: Options, device: torch.device, make_program: MakeProgram) -> None:
-        self._program, self._options, self._device, self._make_program = program, options, device, make_program
+    def __init__(self, program: Program, options: Options, make_program: MakeProgram) -> None:
+        self._program, self._options, self._make_program = program, options, make_program
         self._ordinary = program.run
         self._run: Run = self._counting
         self._num_calls = 0
@@ -113,7 +114,7 @@ class FusedProgram:
         part = self._program.part
         try:
             with background.throttled():
-                storages = Storages(part.nodes, bind_sizes(part, shapes, sizes_in), self._device.type)
+                storages = Storages(part.nodes, bind_sizes(part, shapes, sizes_in), "cpu")
             with background.throttled():
                 self._part, regions, _ = find_regions(part, storages)
         except (GraphError, NameError) as reason:
@@ -147,7 +148,7 @@ class FusedProgram:
                 continue
             try:
                 with background.throttled():
-                    request = Request(region.part, [storages.shape(v) for v in region.part.inputs], self._device)
+                    request = Request(region.part, [storages.shape(v) for v in region.part.inputs])
             except GraphError as reason:
                 LOG.info("The region %s runs unfused: %s", region, reason)
                 continue
@@ -166,11 +167,11 @@ class FusedProgram:
             if isinstance(library, BuildError):
                 raise library
             with background.throttled():
-                kernel = load(library, self._device)
+                kernel = load(library)
             calls = []
             for region in regions:
                 with background.throttled():
-                    calls.append(RegionCall(region.part, kernel, self._device))
+                    calls.append(RegionCall(region.part, kernel))
             return calls
         except BuildError as reason:
             refuse(request, str(reason))

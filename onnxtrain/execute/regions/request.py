@@ -37,13 +37,12 @@ class Request:
 
     file_prefix, problem = "region", "a fused kernel cannot be built; its operators run unfused"
 
-    def __init__(self, part: Part, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(self, part: Part, shapes: Sequence[Sequence[int]]) -> None:
         """Serialize the region.
 
         Args:
             part: the region.
             shapes: the shapes of its inputs in a typical call.
-            device: where it runs.
 
         Raises:
             GraphError: the region contains a value that cannot be serialized.
@@ -54,28 +53,15 @@ class Request:
         except NotStorableError as error:
             raise GraphError("the region cannot be written to a file", got=error) from error
         threads = torch.get_num_threads()
-        metadata = {
-            "kind": "region",
-            "known": data,
-            "shapes": [list(s) for s in shapes],
-            "threads": threads,
-            "device": str(device),
-        }
+        metadata = {"kind": "region", "known": data, "shapes": [list(s) for s in shapes], "threads": threads}
         self.metadata = json.dumps(metadata)
         # Without the shapes: the library is the same whatever the sizes of the first call.
-        determining = json.dumps([data, threads, current_machine().code_target, device_kind(device), *versions()])
+        determining = json.dumps([data, threads, current_machine().code_target, *versions()])
         self.key = hashlib.sha256(self.graph + b"\0" + determining.encode()).hexdigest()[:24]
 
     def write(self, folder: Path) -> None:
         folder.joinpath(GRAPH).write_bytes(self.graph)
         folder.joinpath(METADATA).write_text(self.metadata, encoding="utf-8")
-
-
-def device_kind(device: torch.device) -> tuple[str, ...]:
-    """Return the kind of a device: its library runs on any device of this kind."""
-    if device.type == "cpu":
-        return ("cpu",)
-    return (device.type, torch.cuda.get_device_name(device), f"{torch.version.cuda} {torch.version.hip}")
 
 
 def read_request(folder: Path) -> tuple[ir.Model, dict[str, Any]]:

@@ -18,7 +18,6 @@ Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314. The layout is th
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import onnx_ir as ir
@@ -32,8 +31,6 @@ from onnxtrain.ops.body_parts import cast, int64_vector, reshaped
 from onnxtrain.ops.constructors import define_pure
 from onnxtrain.ops.definition import REQUIRED, Call, Gradient, Kernel, NodeView, numel
 from onnxtrain.ops.interfaces.stock_kernels import STOCK_KERNELS
-from onnxtrain.ops.native_kernels import may_run_triton
-from onnxtrain.ops.triton_checks import agrees, is_faster
 
 Tensor = torch.Tensor
 
@@ -121,9 +118,6 @@ def _body(op: Builder, n: NodeView) -> ir.Value:
 # Kernels
 
 
-_is_chosen: dict[tuple[Any, ...], bool] = {}  # by the kind of call: whether the Triton kernel runs it
-
-
 @functools.cache
 def _levels(quant_type: int, device: torch.device) -> Tensor:
     return torch.tensor(LEVELS[quant_type], device=device)
@@ -183,34 +177,6 @@ def bnb_matmul(a: Tensor, b: Tensor, absmax: Tensor, nested: Any, layout: tuple[
     return torch.matmul(a, dequantize_4bit(b.view(-1, 1), absmax, block, TYPES[quant_type], shape, a.dtype))
 
 
-def matmul_by_triton(a: Tensor, b: Tensor, absmax: Tensor, nested: Any, layout: tuple[Any, ...]) -> Tensor:
-    """Return a @ W, by the kernel that dequantizes W in registers where that is right and faster on this GPU.
-
-    The first call of each kind runs both it and `bnb_matmul`, and waits for them. It is meant for few rows: each 128 of
-    them read and dequantize W again, for which a GEMM needs it once.
-    """
-    if type(a) is not Tensor or not a.numel():  # a trace has fake tensors
-        return bnb_matmul(a, b, absmax, nested, layout)
-    rows = a.numel() // a.shape[-1]
-    kind = (a.device, a.dtype, layout, rows.bit_length())
-    if kind not in _is_chosen and not torch.cuda.is_current_stream_capturing():
-        kernel, library = (functools.partial(f, a, b, absmax, nested, layout) for f in (run_kernel, bnb_matmul))
-        is_right = agrees("4-bit weights", a.device, lambda: (kernel(),), {"results": library()})
-        _is_chosen[kind] = is_right and is_faster(kernel, library)
-    return (run_kernel if _is_chosen.get(kind) else bnb_matmul)(a, b, absmax, nested, layout)
-
-
-def run_kernel(a: Tensor, b: Tensor, absmax: Tensor, nested: Any, layout: tuple[Any, ...]) -> Tensor:
-    """Return a @ W by the Triton kernel; its sums are float32."""
-    shape, block, quant_type = layout
-    scale = absmax if nested[0] is None else dequantize_scale(absmax, *nested)
-    y = a.new_empty(*a.shape[:-1], shape[1])
-    kernel = importlib.import_module("onnxtrain.native.four_bit_kernel")
-    rows = a.reshape(-1, shape[0]).contiguous()
-    kernel.run(rows, b.reshape(-1), scale, _levels(quant_type, a.device), y.view(-1, shape[1]), block)
-    return y
-
-
 def _weight_layout(n: NodeView) -> tuple[Any, ...]:
     return (n.N, n.K), n.block_size, n.quant_type
 
@@ -221,14 +187,6 @@ def _lower(n: NodeView, a: Any, b: Any, *scales: Any) -> Call:
 
 def _lower_bnb(n: NodeView, a: Any, b: Any, absmax: Any, *nested: Any) -> Call:
     return Call(bnb_matmul_transposed if n.transB else bnb_matmul, a, b, absmax, nested, _weight_layout(n))
-
-
-def _lower_triton(n: NodeView, a: Any, b: Any, absmax: Any, *nested: Any) -> Call:
-    return Call(matmul_by_triton, a, b, absmax, nested, _weight_layout(n))
-
-
-def _triton_applies(n: NodeView, device: str) -> bool:
-    return not n.transB and may_run_triton(n, device) and _bnb_applies(n, device)
 
 
 def _bnb_applies(n: NodeView, device: str) -> bool:
@@ -315,7 +273,6 @@ MATMUL_BNB4 = define_pure(
     gradient=(Gradient(_gradient, reads=("b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset")),),
     nondiff_inputs=frozenset({"b", "absmax", "absmax_8bit", "absmax_code", "absmax_offset"}),
     kernels=(
-        Kernel(lower=_lower_triton, applies=_triton_applies, deterministic=False),  # it is chosen by a measurement
         Kernel(lower=_lower_bnb, applies=_bnb_applies),
         Kernel(lower=_lower),
     ),
