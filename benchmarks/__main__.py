@@ -29,19 +29,23 @@ from benchmarks.op_times import OpTime
 from benchmarks.other_programs import MAX_OTHERS_CORES, wait_and_count
 from benchmarks.page import write_page
 from benchmarks.progress import Watch
+from benchmarks.real_workloads import REAL_REHEARSAL, real_group
 from benchmarks.results import BackgroundCompilation, Circumstances, Measured, Timed
 from benchmarks.variants import COMPILING, EAGER, ONNXTRAIN, OWN, USUAL, VARIANTS, can_compile, variants_of
 from benchmarks.workload import Workload
 from benchmarks.workloads import WORKLOADS
+from onnxtrain.system.machine import current_machine
 
 _BACKGROUND = "background"
 _GROUPS = {
     "cpu": (*CPU_WORKLOADS, _BACKGROUND),
     **{group: tuple(workload.name for workload in workloads) for group, workloads in GPU_GROUPS.items()},
+    "real": tuple(workload.name for workload in real_group(current_machine())),
+    "real-rehearsal": tuple(workload.name for workload in REAL_REHEARSAL),
 }
+_REHEARSALS = (*_GROUPS["gpu-rehearsal"], *_GROUPS["real-rehearsal"])
 _NAMES = (*WORKLOADS, _BACKGROUND)
 _QUICK_ROUNDS = 3
-_REPEATS = 5  # the import of onnxtrain alone takes 0.47 to 0.78 s on a virtual processor, from minute to minute
 _GPU_MINUTES = 6.5  # a workload of the group "gpu" takes about a minute: with the last one, all end within eight
 _WIDTH = 150  # of tables, if the output is not a terminal
 
@@ -53,7 +57,8 @@ class Plan:
     names: tuple[str, ...]
     variants: tuple[str, ...]
     rounds: int | None  # None: the default of each workload
-    repeats: int  # processes for the first steps of eager and onnxtrain; other variants have one
+    # Processes for the first steps of eager and onnxtrain, None: the default of each workload; other variants have one.
+    repeats: int | None
     warm: bool
     folder: Path
     command: str
@@ -77,8 +82,8 @@ def parse(arguments: Sequence[str]) -> Plan:
     add("--variants", nargs="+", choices=tuple(VARIANTS), default=USUAL, help=f"variants to time (default: {usual})")
     add("--no-compile", action="store_true", help="skip torch.compile, which takes longest")
     add("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds without warm-up, to check that everything runs")
-    add("--rounds", "--steps", type=int, help="maximum number of timed rounds (default: by workload, 15 to 300)")
-    repeats = f"processes for the first steps of eager and onnxtrain; 0 skips first steps (default: {_REPEATS})"
+    add("--rounds", "--steps", type=int, help="maximum number of timed rounds (default: by workload, 3 to 300)")
+    repeats = "processes for the first steps of eager and onnxtrain; 0 skips first steps (default: by workload, 1 or 5)"
     add("--repeats", type=int, help=repeats)
     add("--out", type=Path, default=Path("build/bench"), help="the folder for times, table and chart (%(default)s)")
     add(
@@ -108,7 +113,7 @@ def parse(arguments: Sequence[str]) -> Plan:
         names=tuple(name for name in _NAMES if name in selected),
         variants=tuple(name for name in VARIANTS if name in options.variants and name not in skipped),
         rounds=_QUICK_ROUNDS if options.quick and options.rounds is None else options.rounds,
-        repeats=(1 if options.quick else _REPEATS) if options.repeats is None else options.repeats,
+        repeats=1 if options.quick and options.repeats is None else options.repeats,
         warm=not options.quick,
         folder=options.out,
         command=" ".join(("python -m benchmarks", *arguments)),
@@ -147,7 +152,7 @@ class Run:
         variants = [name for name in variants_of(workload) if name in self._plan.variants]
         firsts: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
         inductor = []
-        repeats = self._plan.repeats if workload.first_steps else 0
+        repeats = workload.repeats if self._plan.repeats is None or not workload.repeats else self._plan.repeats
         if repeats and self._plan.warm and not self._read_files:  # a first process fills the page cache
             self._watch.doing("a first process, not counted")
             processes.run("benchmarks.first_step", [MLP.name, ONNXTRAIN], self._caches.empty(), self._watch.doing)
@@ -156,7 +161,7 @@ class Run:
             for name in variants:
                 if repeat and name not in (EAGER, *OWN):  # first steps of the others have no goal, and may take minutes
                     continue
-                self._watch.doing(f"first step of {name}, process {repeat + 1} of {self._plan.repeats}")
+                self._watch.doing(f"first step of {name}, process {repeat + 1} of {repeats}")
                 caches = self._caches.empty()
                 arguments = [workload.name, name]
                 firsts[name].append(processes.run("benchmarks.first_step", arguments, caches, self._watch.doing))
@@ -205,18 +210,32 @@ def show(result: Measured | BackgroundCompilation) -> list[tables.Rows]:
     return [tables.workload_rows(WORKLOADS[result.workload], result), *([op_times] if op_times else [])]
 
 
-def _device(name: str) -> str:
-    return "cpu" if name == _BACKGROUND else WORKLOADS[name].device
+def measurable(names: Sequence[str], console: Console) -> list[str]:
+    """Return the names of the workloads that can run here; print the others, with the reason."""
+    reasons = {name: _reason_to_skip(name) for name in names}
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        skipped = ", ".join(name for name in names if reasons[name] == reason)
+        console.print(f"{reason}; not measured: {skipped}.", highlight=False, markup=False)
+    return [name for name in names if not reasons[name]]
+
+
+def _reason_to_skip(name: str) -> str:
+    """Return why a workload cannot run here; "" if it can."""
+    if name == _BACKGROUND:
+        return ""
+    if WORKLOADS[name].device == "cuda" and not torch.cuda.is_available():
+        return "No GPU found"
+    missing = WORKLOADS[name].missing()
+    return f"Not installed: {', '.join(missing)} (pip install onnxtrain[qlora])" if missing else ""
 
 
 def write_all(plan: Plan, console: Console) -> None:
     """Write table, chart and page of all results in the folder, including those of earlier runs."""
     stored = results.read(plan.folder, _NAMES)
-    rehearsals = _GROUPS["gpu-rehearsal"]
     measured = [
         (WORKLOADS[result.workload], result)
         for result in stored
-        if isinstance(result, Measured) and result.workload not in rehearsals
+        if isinstance(result, Measured) and result.workload not in _REHEARSALS
     ]
     with (plan.folder / "table.txt").open("w", encoding="utf-8") as file:
         text = Console(file=file, width=_WIDTH)
@@ -235,10 +254,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     machine = describe_machine()
     console.print(tables.machine_table(machine, plan.command), highlight=False)
-    names = [name for name in plan.names if _device(name) == "cpu" or torch.cuda.is_available()]
-    if len(names) < len(plan.names):
-        skipped = ", ".join(name for name in plan.names if name not in names)
-        console.print(f"No GPU found; not measured: {skipped}.", highlight=False)
+    names = measurable(plan.names, console)
     if names and (busy := wait_and_count()) > MAX_OTHERS_CORES:
         console.print(f"Other programs keep {busy:.2f} of {machine.processors} cores busy.", style="bold red")
         if not plan.loaded:

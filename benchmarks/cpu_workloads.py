@@ -12,13 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks import models
-from benchmarks.workload import Batch, Forward, Goals, Workload, count_tokens, model_loss
+from benchmarks.workload import Batch, Forward, Goals, Workload, autocast_loss, count_samples, count_tokens, model_loss
 from examples.minilm.data import load_corpus, training_batches
-
-
-def _in_bfloat16(forward: Forward, batch: Batch) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return model_loss(forward, batch)
 
 
 def _class_loss(forward: Forward, batch: Batch) -> torch.Tensor:
@@ -30,10 +25,6 @@ def _mean_square(forward: Forward, batch: Batch) -> torch.Tensor:
     # instead of 0.7 (width 512, from step 700 on), so that a variant with a longer warm-up looks slower.
     difference: torch.Tensor = forward(batch["x"]) - batch["y"]
     return difference.square().mean()
-
-
-def _samples(batch: Batch) -> int:
-    return next(iter(batch.values())).shape[0]
 
 
 def _real_lengths() -> list[Batch]:
@@ -76,7 +67,7 @@ def _mlp(name: str, layers: int, width: int, batch: int, rounds: int, goals: Goa
         make_model=lambda: models.mlp(width, layers),
         make_batches=lambda: [{"x": torch.randn(batch, width), "y": torch.randn(batch, width)}],
         loss=_mean_square,
-        items=_samples,
+        items=count_samples,
         unit="samples",
         rounds=rounds,
         goals=goals or Goals(),
@@ -102,7 +93,7 @@ _ON_A_CPU = (
         rounds=15,
         goals=Goals({"eager": 1.25}),
         narrow=True,
-        **_LANGUAGE | {"loss": _in_bfloat16},
+        **_LANGUAGE | {"loss": autocast_loss},
     ),
     Workload(
         name="bert-mlm",
@@ -146,7 +137,7 @@ _ON_A_CPU = (
         make_model=models.vit,
         make_batches=lambda: [models.classified_images(16, 64, "pixel_values")],
         loss=model_loss,
-        items=_samples,
+        items=count_samples,
         unit="images",
         rounds=25,
         goals=_SMALL_TRANSFORMER,
@@ -157,7 +148,7 @@ _ON_A_CPU = (
         make_model=models.cnn,
         make_batches=lambda: [models.classified_images(32, 32, "x")],
         loss=_class_loss,
-        items=_samples,
+        items=count_samples,
         unit="images",
         rounds=60,
         goals=_goals(1.25),
@@ -168,7 +159,7 @@ _ON_A_CPU = (
         make_model=models.lstm,
         make_batches=lambda: [{"x": torch.randn(16, 64, 256), "labels": torch.randint(0, 10, (16,))}],
         loss=_class_loss,
-        items=_samples,
+        items=count_samples,
         unit="sequences",
         rounds=150,
         goals=Goals({"eager": 1.0}),

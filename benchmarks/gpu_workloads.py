@@ -152,7 +152,7 @@ def _training(model: str, kind: str, make_batches: Callable[[str, Size], list[Ba
         make_batches=functools.partial(make_batches, model, size),
         device="cpu" if rehearsal else "cuda",
         max_warm_up_s=_MAX_WARM_UP_S,
-        first_steps=False,
+        repeats=0,
     )
 
 

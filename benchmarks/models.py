@@ -136,9 +136,9 @@ def classified_tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.randint(0, 20, (rows,))}
 
 
-def masked_tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
+def masked_tokens(rows: int, length: int, vocabulary: int = 30000) -> dict[str, torch.Tensor]:
     """Sequences with labels for 15 % of the tokens."""
-    tokens = torch.randint(1000, 30000, (rows, length))
+    tokens = torch.randint(1, vocabulary, (rows, length))
     labels = tokens.masked_fill(torch.rand(rows, length) >= 0.15, _IGNORED)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 

@@ -1,4 +1,4 @@
-"""Write the measured part of the documentation's performance page: a table, two charts, machine and commit."""
+"""Write the measured part of the documentation's performance page: tables, two charts, machine and commit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.chart import overview_chart, speed_chart
+from benchmarks.real_workloads import REAL_WORKLOADS
 from benchmarks.results import Measured, Timed, speed_over
 from benchmarks.tables import Rows, duration
 from benchmarks.variants import COMPILE, COMPILE_DYNAMIC, EAGER, ONNXTRAIN
@@ -16,17 +17,26 @@ _HEADER = (
     "", "eager", "onnxtrain", "× eager", "quartiles", "× torch.compile", "× dynamic", "peak memory", "first step",
     "GEMM share", "limit",
 )  # fmt: skip
+_REAL_SIZES = "**Real sizes**: models in the configurations that people train, with random weights."
 
 
 def write_page(results: Sequence[tuple[Workload, Measured]], folder: Path) -> Path:
     """Write `_measured.md`, `speeds.svg` and `speeds-overview.svg` into a folder; return the path of the page."""
-    (folder / "speeds.svg").write_text(speed_chart(results), encoding="utf-8")
-    (folder / "speeds-overview.svg").write_text(overview_chart(results), encoding="utf-8")
-    rows = tuple(row for workload, measured in results if (row := _row(workload, measured)))
-    parts = [Rows("", _HEADER, rows).as_markdown(), *dict.fromkeys(_source(measured) for _, measured in results)]
+    small, real = (
+        [pair for pair in results if (pair[0].name in REAL_WORKLOADS) is is_real] for is_real in (False, True)
+    )
+    (folder / "speeds.svg").write_text(speed_chart(small), encoding="utf-8")
+    (folder / "speeds-overview.svg").write_text(overview_chart(small), encoding="utf-8")
+    parts = [*_table(small), *([_REAL_SIZES, *_table(real)] if real else [])]
     page = folder / "_measured.md"
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return page
+
+
+def _table(results: Sequence[tuple[Workload, Measured]]) -> list[str]:
+    """Return a table in Markdown, then the sources of its figures."""
+    rows = tuple(row for workload, measured in results if (row := _row(workload, measured)))
+    return [Rows("", _HEADER, rows).as_markdown(), *dict.fromkeys(_source(measured) for _, measured in results)]
 
 
 def _row(workload: Workload, measured: Measured) -> tuple[str, ...]:

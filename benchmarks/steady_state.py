@@ -40,7 +40,7 @@ from onnxtrain.execute.inductor_program.program import MAKES_PROGRAMS
 _MIN_WARM_UP = 24
 _MIN_WARM_UP_S = 4.0
 _WARM_UP_OF_OTHERS = 5  # steps of the variants that do not tune themselves
-_MAX_WARM_UP_OF_OTHERS_S = 60.0  # after which their warm-up ends
+_MAX_WARM_UP_OF_OTHERS_S = 60.0  # after which, or after a quarter of the whole warm-up, theirs ends
 _COMMON_STEPS = 1 + _WARM_UP_OF_OTHERS  # steps in which all variants see the same batches
 _POLL_S = 0.2
 _LOGGED = ("Inductor", "cuda_graphs", "CUDA graph")
@@ -176,13 +176,18 @@ def _steps_per_round(steppers: dict[str, Stepper], batches: Sequence[Batch]) -> 
     """Return the steps of a variant in a round: enough to fill the minimum time with the fastest variant; 1 if cold."""
     if not steppers:
         return 1
-    fastest = min(stepper.step(batches[0]) for _ in range(3) for stepper in steppers.values())
+    fastest = math.inf
+    for _ in range(3):
+        fastest = min(fastest, *(stepper.step(batches[0]) for stepper in steppers.values()))
+        if fastest > 10 * _MIN_ROUND_S:  # no doubt that one step is enough, and each may take seconds
+            break
     return math.ceil(_MIN_ROUND_S / fastest)
 
 
 def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell, max_s: float) -> None:
     """Run steps until onnxtrain has chosen its kernels and its background compilation is done."""
     tell("warming up")
+    max_of_others_s = min(_MAX_WARM_UP_OF_OTHERS_S, max_s / 4)
     started = time.monotonic()
     count = since_compiling = 0
     while (taken := time.monotonic() - started) < max_s:
@@ -194,7 +199,7 @@ def warm_up(steppers: dict[str, Stepper], batches: Sequence[Batch], tell: Tell, 
         if enough and since_compiling > _MIN_WARM_UP:
             return
         for variant, stepper in steppers.items():
-            if variant in OWN or (count < _WARM_UP_OF_OTHERS and taken < _MAX_WARM_UP_OF_OTHERS_S):
+            if variant in OWN or (count < _WARM_UP_OF_OTHERS and taken < max_of_others_s):
                 stepper.step(batches[count % len(batches)])
         count += 1
 

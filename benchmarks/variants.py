@@ -143,7 +143,8 @@ class Stepper:
         plain = copy.deepcopy(model)
         self._loss = workload.loss
         self._on_gpu = workload.device == "cuda"
-        self._parameters = list(plain.parameters())
+        # Not the frozen ones: 4-bit weights are bytes, and AdamW refuses them.
+        self._parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, fused=True) if workload.optimized else None
         self.losses: list[float] = []
         started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,8 @@ class Workload:
         narrow: whether it runs under autocast to bfloat16.
         variants: the names of the variants that run it; (): see `variants.variants_of`.
         max_warm_up_s: after this time the warm-up ends, even if kernels are still compiled.
-        first_steps: whether first steps are measured too, each in its own process.
+        repeats: the processes in which first steps of eager and onnxtrain are measured; 0 skips first steps.
+        packages: packages that it requires beyond transformers.
     """
 
     name: str
@@ -59,13 +61,29 @@ class Workload:
     narrow: bool = False
     variants: tuple[str, ...] = ()
     max_warm_up_s: float = 900.0  # compiling a fused region takes about 6 s of a core, and a model may have ten
-    first_steps: bool = True
+    repeats: int = 5  # the import of onnxtrain alone takes 0.47 to 0.78 s on a virtual processor, from minute to minute
+    packages: tuple[str, ...] = ()
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the required packages that are not installed."""
+        return tuple(name for name in self.packages if importlib.util.find_spec(name) is None)
 
 
 def model_loss(forward: Forward, batch: Batch) -> torch.Tensor:
     """Return the loss computed by a Hugging Face model itself."""
     loss: torch.Tensor = forward(**batch).loss
     return loss
+
+
+def autocast_loss(forward: Forward, batch: Batch) -> torch.Tensor:
+    """Return the loss computed by a Hugging Face model under autocast to bfloat16 on a CPU."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model_loss(forward, batch)
+
+
+def count_samples(batch: Batch) -> int:
+    """Return the number of rows."""
+    return next(iter(batch.values())).shape[0]
 
 
 def count_tokens(batch: Batch) -> int:

@@ -194,16 +194,19 @@ def _as_plain_parameters(weight: _Weight, names: dict[str, str]) -> Iterator[Non
     names.update({prefix + _parameter_name(weight.name, path): f"{weight.path}.{path}" for path in tensors})
     # A layer that is called in eval mode without gradients would pack its weight for inference.
     packs = weight.module.__dict__.get("support_avx512bf16_for_cpu")
+    kind = type(weight.module)
     try:
         parameters[weight.name] = _plain_parameter(quantized)
         parameters.update({name: _plain_parameter(tensor) for name, tensor in added.items()})
         if packs:
             weight.module.__dict__["support_avx512bf16_for_cpu"] = False
+        weight.module.__class__ = _with_cast_bias(weight.module)
         yield
     finally:
         parameters[weight.name] = quantized  # type: ignore[assignment]  # a Params4bit is a Parameter
         for name in added:
             parameters.pop(name, None)
+        weight.module.__class__ = kind
         if packs:
             weight.module.__dict__["support_avx512bf16_for_cpu"] = packs
 
@@ -226,6 +229,21 @@ def _traced_state(module: torch.nn.Module, name: str, state: Any) -> Any:
         parameter = module._parameters[_parameter_name(name, f"{_STATE}.{path}")]
         setattr(traced.state2 if holder else traced, attribute, parameter)
     return traced
+
+
+def _with_cast_bias(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return a layer's class, with the bias read in the dtype that the layer computes in.
+
+    bitsandbytes casts a bias of another dtype by an assignment to `bias.data`, which a graph would not repeat. For a
+    frozen bias the results are the same. One that is trained changes its dtype, and remains refused.
+    """
+    kind, bias, dtype = type(module), module._parameters.get("bias"), getattr(module, "compute_dtype", None)
+    if bias is None or bias.requires_grad or dtype is None or bias.dtype == dtype:
+        return kind
+    cast = property(lambda layer: layer._parameters["bias"].to(dtype))
+    return type(
+        kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "bias": cast}
+    )
 
 
 def matmul_4bit(

@@ -44,6 +44,7 @@ from benchmarks.gpu_workloads import GPU_GROUPS, GPU_WORKLOADS
 from benchmarks.machine import Machine, describe_machine, measured_commit
 from benchmarks.op_times import REST, OpTime, op_times
 from benchmarks.peak_memory import peak_bytes
+from benchmarks.real_workloads import REAL, REAL_REHEARSAL, REAL_WORKLOADS, real_group
 from benchmarks.results import BackgroundCompilation, Circumstances, Measured, Rounds, Timed, speed_over
 from benchmarks.variants import (
     COMPILE,
@@ -68,6 +69,7 @@ from onnxtrain.native import background as native_background
 from onnxtrain.ops.matmul import compiled_gemm
 from onnxtrain.ops.matmul.candidates import gemm_by_convolution, onednn_gemm
 from onnxtrain.options import JSON_VARIABLE
+from tests.machines import MACHINES
 from tests.reference import assert_matches
 
 MACHINE = Machine("A processor", 2, 2, "Linux x86_64", 8.0, 0.1, (("Python", "3.11"), ("torch", "2.13")))
@@ -292,6 +294,66 @@ def test_a_rehearsal_has_the_workloads_of_a_gpu() -> None:
         assert {EAGER, ONNXTRAIN, INDUCTOR, COMPILE} <= set(variants_of(gpu))
 
 
+def test_bfloat16_is_in_the_group_where_the_processor_has_it() -> None:
+    for name, narrow in (("avx512", {False}), ("amx-limited", {False}), ("avx512-bf16", {False, True})):
+        group = real_group(MACHINES[name])
+        assert {workload.narrow for workload in group} == narrow
+        assert len(group) == 7 * len(narrow)
+
+
+def test_a_rehearsal_has_the_workloads_of_real_size() -> None:
+    for workload, rehearsal in zip(REAL, REAL_REHEARSAL, strict=True):
+        assert rehearsal.name == f"{workload.name}-rehearsal"
+        assert rehearsal.narrow is workload.narrow
+        assert variants_of(workload) == variants_of(rehearsal) == (EAGER, ONNXTRAIN, COMPILE)
+
+
+def test_published_sizes() -> None:
+    millions = {"bert-base": 110, "gpt2-124m": 124, "vit-base": 87, "whisper-tiny": 38, "mixtral": 123}
+    if not REAL_WORKLOADS["qwen-lora"].missing():
+        millions["qwen-lora"] = 494 + 9  # adapters of rank 16
+    with torch.device("meta"):
+        models = {name: REAL_WORKLOADS[name].make_model() for name in millions}
+    assert {name: round(sum(p.numel() for p in m.parameters()) / 1e6) for name, m in models.items()} == millions
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.narrow else []) for each in REAL_REHEARSAL],
+)
+def test_real_sizes_train_in_a_rehearsal(workload: Workload) -> None:
+    if missing := workload.missing():
+        pytest.skip(f"{', '.join(missing)} not installed: the extra qlora has them")
+    model, (batch,) = make_model(workload), make_batches(workload)
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0  # else the loss of a step may rise
+
+    def losses(model: torch.nn.Module, batch: Batch, variant: str = EAGER) -> torch.Tensor:
+        stepper = Stepper(workload, variant, model)
+        for _ in range(3):
+            stepper.step(batch)
+        return torch.tensor(stepper.losses, dtype=next(model.parameters()).dtype)
+
+    computed = losses(model, batch, ONNXTRAIN)
+    assert computed[-1] < computed[0], "the optimizer took no step"
+    if not workload.narrow and not workload.name.startswith(
+        ("qwen-qlora", "mixtral")
+    ):  # those have no kernels in float64
+        assert_matches(computed, losses, model, batch)
+
+
+def test_a_workload_without_its_packages_is_skipped_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program.Run, "measure", lambda self, name: pytest.fail("measured"))
+    lacking = dataclasses.replace(REAL_WORKLOADS["qwen-qlora"], packages=("torch", "missing_package"))
+    monkeypatch.setitem(program.WORKLOADS, lacking.name, lacking)
+    assert program.main(["--only", lacking.name, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "Not installed: missing_package (pip install onnxtrain[qlora]); not measured: qwen-qlora." in said
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 def test_padding_has_no_labels(name: str) -> None:
     batches = make_batches(GPU_WORKLOADS[f"{name}-padded-rehearsal"])
@@ -484,6 +546,21 @@ def test_the_page_names_machine_and_commit(tmp_path: Path) -> None:
         ElementTree.fromstring((tmp_path / name).read_text(encoding="utf-8"))
 
 
+def test_the_page_has_a_table_of_real_sizes_where_they_were_measured(tmp_path: Path) -> None:
+    bert = REAL_WORKLOADS["bert-base"]
+    small = (MINILM, made_up())
+    assert "Real sizes" not in page.write_page([small], tmp_path).read_text(encoding="utf-8")
+    without = (tmp_path / "speeds.svg").read_text(encoding="utf-8")
+    measured = dataclasses.replace(made_up(), workload=bert.name)
+    first, second = page.write_page([small, (bert, measured)], tmp_path).read_text(encoding="utf-8").split("Real sizes")
+    assert MINILM.title in first
+    assert bert.title not in first
+    assert bert.title in second
+    assert MINILM.title not in second
+    assert first.count("A processor") == second.count("A processor") == 1
+    assert (tmp_path / "speeds.svg").read_text(encoding="utf-8") == without
+
+
 def test_the_overview_shows_chosen_variants() -> None:
     titles = [each.text for each in ElementTree.fromstring(overview_chart([(MINILM, made_up())])).iter() if each.text]
     assert "onnxtrain" in titles
@@ -572,12 +649,27 @@ def test_the_command_line_chooses() -> None:
     assert COMPILE not in plan.variants
     assert (plan.rounds, plan.warm, plan.pages) == (3, False, None)
     assert program.parse(["--only", "--write"]).names == ()
-    assert (plan.repeats, program.parse([]).repeats, program.parse(["--repeats", "0"]).repeats) == (1, 5, 0)
+    assert (plan.repeats, program.parse([]).repeats, program.parse(["--repeats", "0"]).repeats) == (1, None, 0)
     with pytest.raises(SystemExit):
         program.parse(["--rounds", "0"])
 
 
 # ------------------------------------------------------------------------------------------------------------ all of it
+
+
+@pytest.mark.slow
+def test_a_rehearsal_of_real_sizes_runs(tmp_path: Path) -> None:
+    names = ["whisper-tiny-rehearsal", "mixtral-rehearsal", "qwen-lora-rehearsal"]
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    arguments = ["--only", *names, "--quick", "--no-compile", "--loaded", "--repeats", "0", "--out", str(tmp_path)]
+    assert program.main([*arguments, "--write", str(docs)]) == 0
+    for result in results.read(tmp_path, names):
+        assert isinstance(result, Measured)
+        assert [timed.variant for timed in result.variants] == [EAGER, ONNXTRAIN]
+        assert all(timed.peak_bytes > 0 for timed in result.variants)
+        assert bool(result.gemms_s) is (result.workload != "mixtral-rehearsal"), "its experts are not recorded as GEMMs"
+    assert "tiny" not in (docs / "_measured.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -113,6 +113,20 @@ def test_weight_and_scales_are_read_through_the_module() -> None:
     assert engine_of(ours).captures == 2
 
 
+def test_a_frozen_bias_in_another_dtype_is_cast_in_the_graph() -> None:
+    """PEFT's `prepare_model_for_kbit_training` makes biases float32, bitsandbytes' first forward bfloat16 for good."""
+    module = adapted(bias=True).float()
+    module.base.compute_dtype = torch.bfloat16
+    module.base.bias.requires_grad_(False)
+    ours, eager = strict(module), copy.deepcopy(module)
+    for rows in (5, 1):
+        same_step(ours, eager, torch.randn(rows, 64))
+    assert engine_of(ours).captures == 1
+    assert eager.base.bias.dtype == torch.bfloat16
+    assert module.base.bias.dtype == torch.float32
+    assert type(module.base) is bitsandbytes.nn.Linear4bit
+
+
 def test_module_is_left_as_it_was() -> None:
     module = adapted()
     before = {name: id(p) for name, p in module.named_parameters()}
