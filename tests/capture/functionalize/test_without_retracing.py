@@ -39,6 +39,27 @@ def through_two_slices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y * y
 
 
+def through_a_reshape(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    flat = y.view(-1)
+    flat[3:].mul_(2.0)
+    return y.sin() + flat.view(y.shape)
+
+
+def through_a_reshape_of_a_slice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = (x * w)[1:]
+    y.reshape(-1, 1)[2:] += 1.0
+    y.reshape(-1).mul_(3.0)
+    return y * w
+
+
+def through_a_reshape_that_copies(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * w
+    flat = y[:, 1:].reshape(-1)
+    flat.add_(1.0)
+    return y * flat.sum()
+
+
 def raised_to_powers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = x * w
     y.pow_(2)
@@ -102,6 +123,9 @@ REWRITTEN = [
     written_twice,
     written_and_returned,
     through_two_slices,
+    through_a_reshape,
+    through_a_reshape_of_a_slice,
+    through_a_reshape_that_copies,
     raised_to_powers,
     read_before,
     in_a_no_grad_region,
@@ -220,12 +244,17 @@ class Buffers(nn.Module):
         return self.call(self, x * self.w)
 
 
-REWRITTEN_BUFFERS = [moving_average, read_before_and_after, slices_of_a_buffer, counted_and_emptied]
+REWRITTEN_BUFFERS = [
+    moving_average,
+    read_before_and_after,
+    slices_of_a_buffer,
+    counted_and_emptied,
+    written_through_a_reshape,
+]
 RETRACED_BUFFERS = [
     buffers_that_share_memory,
     read_through_an_older_view,
     written_through_detach,
-    written_through_a_reshape,
     written_under_no_grad,
     returned,
 ]
