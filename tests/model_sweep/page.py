@@ -56,7 +56,7 @@ _NOT_SET_UP = """\
 
 ### Not set up: {library}
 
-Eager PyTorch does not run these with the sweep's config and inputs.
+Eager PyTorch does not run these with the sweep's config and inputs, or not in float64.
 
 | class | task | reason |
 |---|---|---|

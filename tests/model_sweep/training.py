@@ -37,7 +37,7 @@ class Outcome:
     Attributes:
         entry: the class.
         kind: "graph" (one graph, equal to eager), "pieces", "pytorch", "wrong", "error" (ours raises, eager does not),
-            "crash" or "hang" of the process, "unset" (eager does not run with these arguments).
+            "crash" or "hang" of the process, "unset" (eager does not run with these arguments, or not in float64).
         detail: the reason.
         first_s: seconds of the first training step.
         eager_first_s: eager's.
@@ -84,11 +84,22 @@ def _compared(entry: Entry, model: ZooModel) -> Outcome:
             outcome = Outcome(entry, "wrong", _summary(error))
         except Exception as error:  # noqa: BLE001  # any error of ours is a finding
             outcome = Outcome(entry, "error", _summary(error, lines=True))
+            if (reason := _error_of(compare.exact)) is not None:
+                outcome = Outcome(entry, "unset", f"in float64: {reason}")
     texts = fallbacks(caught)
     if texts and outcome.kind == "graph":
         outcome = Outcome(entry, "pieces" if "but in pieces" in texts[0] else "pytorch", _reason(texts[0]))
     first, eager_first = (vars(side).get("first_s", 0.0) for side in (compare.got, compare.eager))
     return replace(outcome, first_s=first, eager_first_s=eager_first, captures=engine_of(compare.got.run).captures)
+
+
+def _error_of(side: Side) -> str | None:
+    """The error of a training step; None if there is none."""
+    try:
+        side.train(*SIZES[0])
+    except Exception as error:  # noqa: BLE001  # whatever a model raises in a dtype that it was not written for
+        return _summary(error)
+    return None
 
 
 def _train(compare: Comparison) -> None:
