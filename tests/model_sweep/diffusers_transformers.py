@@ -175,7 +175,7 @@ IMAGE_TRANSFORMERS = {
             "input_ids": d.ints(40, b, n),
             "input_img_latents": [],
             "input_image_sizes": {},
-            "attention_mask": torch.ones(b, n + 1 + 4 * side(n), n + 1 + 4 * side(n), dtype=torch.long).tril(),
+            "attention_mask": torch.ones(b, n + 1 + 4 * side(n), n + 1 + 4 * side(n)).tril(),
             "position_ids": torch.arange(n + 1 + 4 * side(n)).repeat(b, 1),
         },
     ),
