@@ -7,8 +7,9 @@
 #   make fuzz MINUTES=5   compare random programs in onnxtrain and in eager PyTorch
 #   make faults           reintroduce known faults one at a time, and list the tests that fail
 #   make test-gpu-plans   check the kernel launches of a step on a GPU, with fake tensors (installs CUDA PyTorch, 5 GB)
-#   make model-sweep      compare each class of transformers' auto mappings, small, in onnxtrain and in eager PyTorch
-#                         (ARGS=--write also writes docs/reference/models.md)
+#   make model-sweep      compare each class of transformers' auto mappings, PyTorch's recurrent and transformer modules
+#                         and, where it is installed, models of diffusers, small, in onnxtrain and in eager PyTorch
+#                         (ARGS=--write also writes docs/reference/models.md, and needs diffusers)
 #   make matrix           run tests in other environments: folders, instruction sets, threads, no compiler, no network
 #   make bench            run the benchmarks
 #

@@ -138,11 +138,17 @@ def _step_through(node: ir.Node, axis: int) -> _Step | None:
 def _unmerge(op: Builder, merged: _MergedAxis) -> None:
     first, last, count = merged.first, merged.last, len(merged.parts)
     result = first.outputs[0]
+    # Before any type changes: perm_of compares a permutation with the rank of its input.
+    perms = {
+        step.node: _expand_axis(perm_of(view(step.node)), step.axis, count)
+        for step in merged.steps
+        if view(step.node).definition is TRANSPOSE
+    }
     with nodes_before(op, first):
         value = reshaped(op, view(first).x, _with_parts(sizes.dims_of(result), merged.axis, merged.parts))
-    for node, index, axis in merged.steps:
-        if view(node).definition is TRANSPOSE:
-            node.attributes["perm"] = ir.AttrInt64s("perm", _expand_axis(perm_of(view(node)), axis, count))
+    for node, index, _ in merged.steps:
+        if node in perms:
+            node.attributes["perm"] = ir.AttrInt64s("perm", perms[node])
         node.replace_input_with(index, value)
         value = node.outputs[0]
         for output, type_ in zip(node.outputs, definition_of(node).output_types(node), strict=True):

@@ -1,9 +1,16 @@
-"""The classes of models to sweep: those that the auto mappings of transformers name, by task."""
+"""The classes of models to sweep.
+
+Those that the auto mappings of transformers name, PyTorch's own modules, and models of diffusers if it is installed.
+"""
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+
+from tests.model_sweep import diffusers_models, torch_modules
+
+LIBRARIES = ("transformers", "torch", "diffusers")
 
 # Task: the mappings that list its classes. The base models (MODEL_MAPPING) are inside these.
 _TASKS = {
@@ -35,15 +42,36 @@ _TASKS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A class of transformers to sweep."""
+    """A class to sweep.
+
+    Attributes:
+        name: that of the class; for a module of PyTorch its options follow.
+        task: what the model is for.
+        config: the name of the config class, for transformers.
+        library: one of LIBRARIES.
+    """
 
     name: str
     task: str
-    config: str
+    config: str = ""
+    library: str = "transformers"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies the class among all."""
+        return self.library, self.name
 
 
 def entries() -> list[Entry]:
-    """Return every class once, with the first task that lists it, in the order of tasks and names."""
+    """Return every class once, in the order of libraries, tasks and names."""
+    others = [Entry(name, module.task, library="torch") for name, module in torch_modules.MODULES.items()]
+    if diffusers_models.installed():
+        others += [Entry(name, model.task, library="diffusers") for name, model in diffusers_models.MODELS.items()]
+    return _of_transformers() + sorted(others, key=lambda e: (LIBRARIES.index(e.library), e.task, e.name))
+
+
+def _of_transformers() -> list[Entry]:
+    """Return every class with the first task that lists it."""
     mappings = importlib.import_module("transformers.models.auto.modeling_auto")
     configs = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
     by_class: dict[str, Entry] = {}

@@ -11,7 +11,7 @@ from tests.model_sweep.catalog import Entry
 from tests.model_sweep.training import Outcome, trained
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([__name__])  # each process is forked with all imports done
+_PROCESSES.set_forkserver_preload([__name__, "diffusers"])  # each process is forked with all imports done
 
 
 def isolated(entry: Entry, limit_s: float) -> Outcome:

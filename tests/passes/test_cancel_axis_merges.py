@@ -33,6 +33,11 @@ def through_ops(op: Any, x: ir.Value) -> ir.Value:
     return reshaped(op, op.Add(op.Tanh(merged), op.constant([1.0] * 8, ir.DataType.FLOAT)), ("s", "b", 8))
 
 
+def transposed_twice(op: Any, x: ir.Value) -> ir.Value:
+    merged = op.Transpose(reshaped(op, x, (sizes.multiply("s", "b"), 8)), perm=[1, 0])
+    return reshaped(op, op.Transpose(op.Tanh(merged), perm=[1, 0]), ("s", "b", 8))
+
+
 def views_only(op: Any, x: ir.Value) -> ir.Value:
     return reshaped(op, reshaped(op, x, (sizes.multiply("s", "b"), 8)), ("s", "b", 4, 2))
 
@@ -66,6 +71,7 @@ def both_merged(op: Any, x: ir.Value) -> ir.Value:
     [
         (heads, [3, 4, 4]),
         (through_ops, [3, 3, 3]),
+        (transposed_twice, [3, 3, 3, 3]),
         (views_only, [3, 4]),
         (split_otherwise, None),
         (read_twice, None),
@@ -110,6 +116,25 @@ class Merging(nn.Module):
         y = torch.tanh(y).permute(2, 0, 1, 3).reshape(steps * batch, 12)
         other = self.outer(x.reshape(steps * batch, 12)).view(batch, steps, 6)  # steps and batch are mixed up
         return self.outer(y).view(steps, batch, 6).transpose(0, 1).exp() * other
+
+
+class LinearOfPixels(nn.Module):
+    """A linear layer on the channels of images, between two transposes of images with merged axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.inner(x.flatten(2).transpose(1, 2)).transpose(1, 2)
+        return self.outer(inner.reshape(x.shape)).mean((2, 3))
+
+
+def test_two_transposes_equal_eager(tmp_path: Path) -> None:
+    check_equals_eager(LinearOfPixels, lambda draw, batch, length: Call((draw.floats(batch, 4, length, 3, grad=True),)))
+    model = wrap(LinearOfPixels(), tmp_path)
+    model(torch.randn(3, 4, 5, 6)).sum().backward()
+    assert applied_by(model, "cancel_axis_merges")
 
 
 def test_equals_eager(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ class Call:
         """The same call on fresh tensors of the device under test, the floating ones of this dtype."""
 
         def moved(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(moved, value))
             if not isinstance(value, torch.Tensor):
                 return value
             own = value.detach().clone().to(device())
