@@ -14,6 +14,7 @@ from tests.model_sweep import catalog as model_catalog
 from tests.model_sweep import diffusers_models
 from tests.model_sweep import page as model_page
 from tests.model_sweep.catalog import Entry
+from tests.model_sweep.in_float64 import in_float64
 from tests.model_sweep.page import page, read_outcomes
 from tests.model_sweep.torch_modules import MODULES, TorchModule
 from tests.model_sweep.training import SIZES, Outcome, trained
@@ -159,7 +160,26 @@ def test_modules_of_torch_train_as_one_graph(name: str) -> None:
 
 class _OnlyInFloat32(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.float())
+        if x.dtype == torch.float64:
+            raise RuntimeError("no kernel for Double")
+        return super().forward(x)
+
+
+class _NamesFloat32(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x.float()) + 2 * torch.finfo(x.dtype).min * (x > 9)
+        return torch.softmax(scores, -1, dtype=torch.float32).to(torch.float32) @ self.weight
+
+
+def test_a_module_that_names_float32_runs_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = TorchModule("linear", lambda: _NamesFloat32(4, 4), lambda draw, batch, _: Call((draw.floats(batch, 4),)))
+    monkeypatch.setitem(MODULES, "NamesFloat32", module)
+    outcome = trained(Entry("NamesFloat32", "linear", library="torch"))
+    assert outcome.kind == "graph", outcome.detail
+    with in_float64():
+        exact = module.make().double()(torch.full((2, 4), 3.0, dtype=torch.float64))
+    assert exact.dtype == torch.float64
+    assert exact.isfinite().all()
 
 
 def test_a_module_that_does_not_run_in_float64_is_not_set_up(monkeypatch: pytest.MonkeyPatch) -> None:

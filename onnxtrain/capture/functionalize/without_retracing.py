@@ -6,9 +6,9 @@
     batch_norm(x, w, b, mean, var, True, …)     ──>  y, _, _, mean, var = _native_batch_norm_legit_functional(…)
     linear(x, w), under autocast                ──>  linear(_to_copy(x, …), _to_copy(w, …))
 
-A write must go to a tensor that forward itself created or to a buffer, directly or through slices and reshapes. The storages of the
-fake tensors tell which values share memory. Any other export is left to PyTorch's functionalization, whose second trace
-took 0.8 s of the 1.3 s of a ResNet of 20 layers.
+A write must go to a tensor that forward itself created or to a buffer, directly or through slices and reshapes. The
+storages of the fake tensors tell which values share memory. Any other export is left to PyTorch's functionalization,
+whose second trace took 0.8 s of the 1.3 s of a ResNet of 20 layers.
 """
 
 from __future__ import annotations
