@@ -34,8 +34,9 @@ with their usual options, and models of diffusers {diffusers} (`pip install 'onn
 32, two layers), on a CPU: two training steps of different sizes and an evaluation, compared with eager PyTorch and with
 float64 by [the tolerance of the tests](supported.md). A gradient that exceeds the tolerance, which one sample of
 eager's rounding determines, must not exceed the largest error of eager itself with seven sets of parameters that differ
-by one rounding. The first step includes the capture of the graph. Several classes ran at the same time, beside other programs:
-times are rough. Models of timm are not among them: `import timm` needs torchvision, and the sweep runs without it.
+by one rounding. The first step includes the capture of the graph. Several classes ran at the same time, beside other
+programs, so times are rough. Models of timm are not among them: `import timm` needs torchvision, and the sweep runs
+without it.
 """
 _LIBRARY = """\
 

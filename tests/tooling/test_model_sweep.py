@@ -167,7 +167,7 @@ class _OnlyInFloat32(torch.nn.Linear):
 
 class _NamesFloat32(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = super().forward(x.float()) + 2 * torch.finfo(x.dtype).min * (x > 9)
+        scores = super().forward(x.float()).masked_fill(x > 2, torch.finfo(x.dtype).min)
         return torch.softmax(scores, -1, dtype=torch.float32).to(torch.float32) @ self.weight
 
 
