@@ -123,6 +123,17 @@ def test_wide_float32_convolutions_stay_contiguous() -> None:
     assert CONVERSION in engine_of(wide).newest().unit.forward.source
 
 
+@pytest.mark.parametrize(("channels", "stays"), [(3, True), (8, True), (16, False)])
+def test_pointwise_convolutions_of_few_channels_stay_contiguous(channels: int, stays: bool) -> None:
+    """PyTorch sums the gradient of such a weight less exactly in channels_last."""
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(channels, 16, 1), nn.SiLU(), nn.Conv2d(16, channels, 3, padding=1))
+
+    source = compare(make, torch.randn(2, channels, 16, 16))
+    assert (CONVERSION not in source) == stays
+
+
 def test_transposed_and_grouped_convolutions() -> None:
     def make() -> nn.Module:
         return nn.Sequential(
