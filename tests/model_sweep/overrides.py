@@ -76,7 +76,6 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
     "SwitchTransformersConfig": _DECODER_START,
     "Swinv2Config": {"patch_size": 2, "window_size": 2},
     "T5Config": _DECODER_START,
-    "T5GemmaModuleConfig": {"use_cache": False},
     "UdopConfig": _DECODER_START,
     "VipLlavaConfig": {"vision_feature_layers": [-2, -1]},
     "VitPoseBackboneConfig": {"num_experts": 1},

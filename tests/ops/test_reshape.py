@@ -266,3 +266,33 @@ def test_a_slice_with_a_positive_step_copies_nothing(cut):
     hidden_states, part = ORTModule(Cuts(), fallback_policy="FALLBACK_DISABLE")(x)
     assert torch.equal(part, cut(x.relu()))
     assert part.untyped_storage().data_ptr() == hidden_states.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda x: torch.cat([x]),
+        lambda x: torch.cat([torch.tensor([]), x], -2),
+        lambda x: torch.stack([x]),
+        lambda x: torch.hstack([x]),
+        lambda x: torch.vstack([x]),
+        lambda x: torch.dstack([x]),
+        lambda x: torch.column_stack([x]),
+    ],
+    ids=["cat", "cat with an empty vector", "stack", "hstack", "vstack", "dstack", "column_stack"],
+)
+def test_joining_a_single_tensor_copies_it(join: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The result is contiguous, and writing to it does not change the input."""
+
+    class Join(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return join(x.mT)
+
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    expected, got = join(x.mT), ORTModule(Join())(x)
+    assert torch.equal(got, expected)
+    assert got.stride() == expected.stride()
+    assert got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    cotangent = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(y, x, cotangent)[0] for y in (expected, got)]
+    assert torch.equal(*gradients)

@@ -240,6 +240,10 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, type(output)
         for row in dataclasses.fields(output):
             yield from leaves(getattr(output, row.name), f"{path}.{row.name}")
+    elif type(output).__module__ == "transformers.cache_utils":  # the keys and values of a model in eval mode
+        yield path, type(output)
+        for name, value in vars(output).items():
+            yield from leaves(value, f"{path}.{name}")
     elif isinstance(output, (tuple, list)):
         yield path, type(output)
         for index, value in enumerate(output):

@@ -58,17 +58,23 @@ def _concat_axes(n: NodeView) -> str:
     return format_axis_map(inputs, names)
 
 
+def _joined(op: Builder, xs: Sequence[ir.Value], axis: int) -> ir.Value:
+    """Concatenate as PyTorch does: the result is contiguous and a new tensor, also of a single input."""
+    result: ir.Value = op.Concat(*xs, axis=normalize_axis(axis, rank_of(xs[0])))
+    return result
+
+
 def _capture_cat(op: Builder, xs: Sequence[ir.Value], dim: int = 0) -> ir.Value:
     """Capture cat: PyTorch promotes to the widest type, and ignores vectors of size 0 among tensors of higher rank."""
     dtype, shape = op.out[0]
     kept = [x for x in xs if len(shape) == 1 or sizes.dims_of(x) != (0,)]
-    return concatenated(op, [cast(op, x, dtype) for x in kept or xs[:1]], dim)
+    return _joined(op, [cast(op, x, dtype) for x in kept or xs[:1]], dim)
 
 
 def _capture_stack(op: Builder, xs: Sequence[ir.Value], dim: int = 0) -> ir.Value:
     dtype, shape = op.out[0]
     axis = normalize_axis(dim, len(shape))
-    return concatenated(op, [unsqueezed(op, cast(op, x, dtype), axis) for x in xs], axis)
+    return _joined(op, [unsqueezed(op, cast(op, x, dtype), axis) for x in xs], axis)
 
 
 def _capture_stack_of_rank(min_rank: int, axis: int) -> Any:
@@ -77,7 +83,7 @@ def _capture_stack_of_rank(min_rank: int, axis: int) -> Any:
     def capture(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
         rank = len(op.out[0].shape)
         expanded = [cast(op, _with_min_rank(op, x, min_rank), op.out[0].dtype) for x in xs]
-        return concatenated(op, expanded, 0 if rank == 1 else axis)
+        return _joined(op, expanded, 0 if rank == 1 else axis)
 
     return capture
 
@@ -95,7 +101,7 @@ def _with_min_rank(op: Builder, x: ir.Value, rank: int) -> ir.Value:
 
 def _capture_column_stack(op: Builder, xs: Sequence[ir.Value]) -> ir.Value:
     columns = [reshaped(op, x, (sizes.multiply(1, *sizes.dims_of(x)), 1)) if rank_of(x) < 2 else x for x in xs]
-    return concatenated(op, [cast(op, c, op.out[0].dtype) for c in columns], 1)
+    return _joined(op, [cast(op, c, op.out[0].dtype) for c in columns], 1)
 
 
 _MAX_PREFIX = 64  # elements of a part whose formulas are compared one by one
