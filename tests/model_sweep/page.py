@@ -15,6 +15,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 # What a kind of outcome is called in the table, and in the counts above it.
 _RESULTS = {
     "graph": ("one graph", "train as one graph"),
+    "settles": (
+        "one graph from the second call",
+        "train as one graph from the second call on: the first one changes the module, and runs in PyTorch",
+    ),
     "pieces": ("pieces", "train in pieces: several graphs, with PyTorch between them"),
     "pytorch": ("PyTorch", "train in PyTorch"),
     "wrong": ("wrong", "are further from float64 than the tolerance allows"),

@@ -38,8 +38,9 @@ class Outcome:
 
     Attributes:
         entry: the class.
-        kind: "graph" (one graph, equal to eager), "pieces", "pytorch", "wrong", "error" (ours raises, eager does not),
-            "crash" or "hang" of the process, "unset" (eager does not run with these arguments, or not in float64).
+        kind: "graph" (one graph, equal to eager), "settles" (one graph from the second call on), "pieces", "pytorch",
+            "wrong", "error" (ours raises, eager does not), "crash" or "hang" of the process, "unset" (eager does not
+            run with these arguments, or not in float64).
         detail: the reason.
         first_s: seconds of the first training step.
         eager_first_s: eager's.
@@ -90,7 +91,9 @@ def _compared(entry: Entry, model: ZooModel) -> Outcome:
                 outcome = Outcome(entry, "unset", f"in float64: {reason}")
     texts = fallbacks(caught)
     if texts and outcome.kind == "graph":
-        outcome = Outcome(entry, "pieces" if "but in pieces" in texts[0] else "pytorch", _reason(texts[0]))
+        is_captured_later = len(texts) == 1 and "the next one is captured" in texts[0]
+        kind = "settles" if is_captured_later else "pieces" if "but in pieces" in texts[0] else "pytorch"
+        outcome = Outcome(entry, kind, _reason(texts[0]))
     first, eager_first = (vars(side).get("first_s", 0.0) for side in (compare.got, compare.eager))
     return replace(outcome, first_s=first, eager_first_s=eager_first, captures=engine_of(compare.got.run).captures)
 

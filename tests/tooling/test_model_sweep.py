@@ -165,6 +165,24 @@ class _OnlyInFloat32(torch.nn.Linear):
         return super().forward(x)
 
 
+class _SetOnce(torch.nn.Linear):
+    scaled = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.scaled:
+            self.scaled = True
+            return super().forward(x)
+        return super().forward(x) * 2
+
+
+def test_a_module_that_its_first_call_changes_is_a_graph_from_the_second_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = TorchModule("linear", lambda: _SetOnce(4, 4), lambda draw, batch, _: Call((draw.floats(batch, 4),)))
+    monkeypatch.setitem(MODULES, "SetOnce", module)
+    outcome = trained(Entry("SetOnce", "linear", library="torch"))
+    assert outcome.kind == "settles", outcome.detail
+    assert "scaled: False" in outcome.detail
+
+
 class _NamesFloat32(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = super().forward(x.float()).masked_fill(x > 2, torch.finfo(x.dtype).min)
