@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/model-sweep.jsonl"), help="the outcomes, one a line")
     parser.add_argument("--keep", action="store_true", help="keep the outcomes of all other classes in the file")
     parser.add_argument("--write", action="store_true", help="write docs/reference/models.md")
+    parser.add_argument("--incomplete", action="store_true", help="write it also if classes have no outcome")
     options = parser.parse_args(arguments)
     every = entries()
     try:
@@ -55,9 +56,9 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(str(error))
     kept = read_outcomes(options.out) if options.keep and options.out.exists() else []
     missing = {e.key for e in every} - {e.key for e in chosen} - {outcome.entry.key for outcome in kept}
-    if options.write and not diffusers_models.installed():
+    if options.write and not options.incomplete and not diffusers_models.installed():
         parser.error("--write needs diffusers, whose models are on the page: pip install 'onnxtrain[diffusers]'")
-    if options.write and missing:
+    if options.write and not options.incomplete and missing:
         parser.error(f"--write needs all classes, and {len(missing)} have no outcome, such as {min(missing)[1]}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     counts: collections.Counter[str] = collections.Counter()
@@ -97,7 +98,7 @@ def _versions() -> dict[str, str]:
     return {
         "transformers": transformers.__version__,
         "torch": torch.__version__.partition("+")[0],
-        "diffusers": metadata.version("diffusers"),
+        "diffusers": metadata.version("diffusers") if diffusers_models.installed() else "",
     }
 
 

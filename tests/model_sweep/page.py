@@ -68,6 +68,10 @@ Eager PyTorch does not run these with the sweep's config and inputs, or not in f
 |---|---|---|
 {rows}
 """
+_NOT_RUN = """\
+
+Not run with this version of the sweep: {count} classes ({names}).
+"""
 # How the page calls a library.
 _TITLES = {"transformers": "transformers", "torch": "PyTorch", "diffusers": "diffusers"}
 
@@ -88,6 +92,9 @@ def page(outcomes: Sequence[Outcome], versions: Mapping[str, str]) -> str:
     for library in LIBRARIES:
         of_library = [outcome for outcome in outcomes if outcome.entry.library == library]
         text += _section(_TITLES[library], of_library) if of_library else ""
+        run = {outcome.entry.key for outcome in of_library}
+        if missing := [entry.name for entry in entries() if entry.library == library and entry.key not in run]:
+            text += _NOT_RUN.format(count=len(missing), names=", ".join(missing))
     return text
 
 

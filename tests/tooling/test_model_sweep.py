@@ -70,6 +70,18 @@ def test_a_partial_run_writes_no_page(selection: list[str], capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("catalog")
+def test_an_incomplete_page_names_the_classes_that_were_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "models.md"
+    monkeypatch.setattr(command, "PAGE", written)
+    monkeypatch.setattr(command, "isolated", lambda entry, limit: Outcome(entry, "graph"))
+    arguments = ["--only", "Bert", "--out", str(tmp_path / "outcomes.jsonl"), "--write", "--incomplete"]
+    assert command.main(arguments) == 0
+    assert "Not run with this version of the sweep: 1 classes (UNet2DModel)." in written.read_text()
+
+
+@pytest.mark.usefixtures("catalog")
 def test_a_name_of_no_class_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--only", "Bert", "LedMdel"])
