@@ -60,8 +60,10 @@ def _concat_axes(n: NodeView) -> str:
 
 def _joined(op: Builder, xs: Sequence[ir.Value], axis: int) -> ir.Value:
     """Concatenate as PyTorch does: the result is contiguous and a new tensor, also of a single input."""
-    result: ir.Value = op.Concat(*xs, axis=normalize_axis(axis, rank_of(xs[0])))
-    return result
+    if len(xs) == 1:
+        copy: ir.Value = op.own.Clone(xs[0], memory_format="contiguous_format")
+        return copy
+    return concatenated(op, xs, axis)
 
 
 def _capture_cat(op: Builder, xs: Sequence[ir.Value], dim: int = 0) -> ir.Value:
