@@ -146,10 +146,15 @@ class SideEffects:
         """
         self._changes = []
         self._before = self._snapshot()
+        hooks = [(table, table.copy()) for m in self._module.modules() for table in _hook_tables(m)]
         try:
             yield
         finally:
             _restore(self._before)
+            for table, before in hooks:
+                if table.keys() != before.keys():
+                    table.clear()
+                    table.update(before)
 
     def _snapshot(self) -> list[_Copy]:
         copies: list[_Copy] = []
@@ -244,6 +249,14 @@ class SideEffects:
     def undo(self) -> None:
         """Restore the state at the time this object was created."""
         _restore(self._first)
+
+
+def _hook_tables(module: torch.nn.Module) -> Iterator[OrderedDict[Any, Any]]:
+    """The hooks of a module. Forward of a model of transformers registers those that collect hidden states."""
+    for name in _HOOKS:
+        table = module.__dict__.get(name)
+        if type(table) is OrderedDict:
+            yield table
 
 
 @contextmanager

@@ -425,3 +425,30 @@ def test_a_container_that_forward_changes_is_changed_in_each_call(make: Callable
         wrapped(x)
         eager(x)
         assert ours.container == eager.container
+
+
+class HooksItself(nn.Module):
+    """Registers a hook in the first call, as models of transformers do to collect hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.is_hooked = nn.Linear(3, 3), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_hooked:
+            self.inner.register_forward_hook(lambda module, arguments, output: output * 2)
+            self.is_hooked = True
+        y = self.inner(x)
+        return y + 1 if (x > 9).any() else y  # the capture traces forward up to here, then again
+
+
+def test_a_hook_that_forward_registers_is_registered_once() -> None:
+    eager = HooksItself()
+    wrapped = copy.deepcopy(eager)
+    model, x = ORTModule(wrapped), torch.randn(2, 3)
+    for _ in range(3):
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            got = model(x)
+        torch.testing.assert_close(got, eager(x))
+        assert len(wrapped.inner._forward_hooks) == 1
