@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ _RESULTS = {
     "hang": ("timeout", "exceed the time limit"),
 }
 _LONGEST_REASON = 160
+_FOLDER = re.compile(r"(?:/[^\s/]+)+/(?:site-packages/|(?=tests/))")  # of a machine, before a file's own path
 
 _PAGE = """\
 # Models
@@ -70,7 +72,7 @@ Eager PyTorch does not run these with the sweep's config and inputs, or not in f
 """
 _NOT_RUN = """\
 
-Not run with this version of the sweep: {count} classes ({names}).
+Classes that were not run with this version of the sweep: {count} ({names}).
 """
 # How the page calls a library.
 _TITLES = {"transformers": "transformers", "torch": "PyTorch", "diffusers": "diffusers"}
@@ -133,7 +135,7 @@ def _row(outcome: Outcome) -> str:
 
 def _cell(reason: str) -> str:
     """A reason as the text of a cell: one line, not too long, as code so that nothing in it is markup."""
-    line = " ".join(reason.split()).replace("`", "'").replace("|", "\\|")
+    line = " ".join(_FOLDER.sub("", reason).split()).replace("`", "'").replace("|", "\\|")
     if not line:
         return ""
     return f"`{line}`" if len(line) <= _LONGEST_REASON else f"`{line[:_LONGEST_REASON].rstrip()}`…"

@@ -78,7 +78,15 @@ def test_an_incomplete_page_names_the_classes_that_were_not_run(
     monkeypatch.setattr(command, "isolated", lambda entry, limit: Outcome(entry, "graph"))
     arguments = ["--only", "Bert", "--out", str(tmp_path / "outcomes.jsonl"), "--write", "--incomplete"]
     assert command.main(arguments) == 0
-    assert "Not run with this version of the sweep: 1 classes (UNet2DModel)." in written.read_text()
+    assert "Classes that were not run with this version of the sweep: 1 (UNet2DModel)." in written.read_text()
+
+
+@pytest.mark.usefixtures("catalog")
+def test_a_page_names_no_folder_of_the_machine() -> None:
+    reason = "in /home/me/.venv/lib/python3.11/site-packages/transformers/x.py:3 and /home/me/onnxtrain/tests/y.py:4"
+    outcome = Outcome(OUTCOMES[0].entry, "pieces", reason)
+    text = page([outcome], {"transformers": "5", "torch": "2", "diffusers": "0"})
+    assert "`in transformers/x.py:3 and tests/y.py:4`" in text
 
 
 @pytest.mark.usefixtures("catalog")
