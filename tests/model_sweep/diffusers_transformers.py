@@ -33,6 +33,15 @@ from tests.model_sweep.diffusers_base import (
 )
 from tests.zoo.entry import ragged_mask
 
+_COGVIEW = DIT | {
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_embed_dim": WIDTH,
+    "time_embed_dim": 16,
+    "condition_dim": 8,
+    "pos_embed_max_size": 12,
+    "sample_size": 24,
+}
 _WAN = DIT | {"in_channels": 4, "out_channels": 4, "text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 48}
 
 IMAGE_TRANSFORMERS = {
@@ -59,31 +68,12 @@ IMAGE_TRANSFORMERS = {
     ),
     "CogView3PlusTransformer2DModel": DiffusersModel(
         "image transformer",
-        DIT
-        | {
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_embed_dim": WIDTH,
-            "time_embed_dim": 16,
-            "condition_dim": 8,
-            "pos_embed_max_size": 12,
-            "sample_size": 24,
-        },
+        _COGVIEW,
         cogview,
     ),
     "CogView4Transformer2DModel": DiffusersModel(
         "image transformer",
-        DIT
-        | {
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_embed_dim": WIDTH,
-            "time_embed_dim": 16,
-            "condition_dim": 8,
-            "pos_embed_max_size": 12,
-            "sample_size": 24,
-            "rope_axes_dim": (12, 12),
-        },
+        _COGVIEW | {"rope_axes_dim": (12, 12)},
         cogview,
     ),
     "DiTTransformer2DModel": DiffusersModel(

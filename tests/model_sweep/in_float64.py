@@ -1,7 +1,7 @@
-"""Run a model in float64 that names float32 in its code.
+"""Run a model in float64 whose code names float32.
 
-x.float(), softmax(x, dtype=torch.float32)      stay in float64: else a layer gets two dtypes, or rounds
-torch.finfo(x.dtype).min                        is that of float32: float64's is -inf in float32, or after an addition
+`x.float()` and `softmax(x, dtype=torch.float32)` leave x in float64: otherwise it would be rounded, and a layer would
+get two dtypes. `torch.finfo(x.dtype).min`, with which models mask scores, is that of float32: float64's is -inf there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The process that compiles regions: python -m onnxtrain.execute.regions.child CONNECTION.
 
 A region is traced as the program of its nodes. PyTorch's AOTInductor compiles the trace to C++, and the C++ compiler
-builds a library. CONNECTION is a file descriptor, from which the process reads the names
-of folders with one request each. It writes the library to the folder, as `library.so`, and answers with the error, or
-"". It compiles the programs of `inductor_program` too.
+builds a library. CONNECTION is a file descriptor, from which the process reads the names of folders with one request
+each. It writes the library to the folder, as `library.so`, and answers with the error, or "". It compiles the programs
+of `inductor_program` too.
 """
 
 from __future__ import annotations
