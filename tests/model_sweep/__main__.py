@@ -57,7 +57,9 @@ def main(arguments: Sequence[str]) -> int:
     kept = read_outcomes(options.out) if options.keep and options.out.exists() else []
     missing = {e.key for e in every} - {e.key for e in chosen} - {outcome.entry.key for outcome in kept}
     if options.write and not options.incomplete and not diffusers_models.installed():
-        parser.error("--write needs diffusers, whose models are on the page: pip install 'onnxtrain[diffusers]'")
+        parser.error(
+            "--write needs diffusers, whose models are on the page: pip install 'onnxtrain[diffusers]', or add --incomplete"
+        )
     if options.write and not options.incomplete and missing:
         parser.error(f"--write needs all classes, and {len(missing)} have no outcome, such as {min(missing)[1]}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
