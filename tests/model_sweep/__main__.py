@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     missing = {e.key for e in every} - {e.key for e in chosen} - {outcome.entry.key for outcome in kept}
     if options.write and not options.incomplete and not diffusers_models.installed():
         parser.error(
-            "--write needs diffusers, whose models are on the page: pip install 'onnxtrain[diffusers]', or add --incomplete"
+            "--write needs diffusers, whose models are on the page: pip install 'onnxtrain[diffusers]'; "
+            "or pass --incomplete"
         )
     if options.write and not options.incomplete and missing:
         parser.error(f"--write needs all classes, and {len(missing)} have no outcome, such as {min(missing)[1]}")
