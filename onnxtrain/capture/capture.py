@@ -57,7 +57,7 @@ from onnxtrain.capture.functionalize.strided_reads import read_in_memory_order
 from onnxtrain.capture.functionalize.views import declare_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
 from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
-from onnxtrain.capture.guards.guards import Guards, compile_guards
+from onnxtrain.capture.guards.guards import AssumptionError, Guards, compile_guards
 from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.attribute_accesses import AttributeAccesses, attribute_reads
@@ -208,7 +208,7 @@ class _Wrapper(torch.nn.Module):
             with self.elements.answering(), self.hidden.during_forward(), self.__dict__["_as_values"]():
                 leaves, self.output.structure = flatten_output(self.__dict__["_call_forward"](*args, **kwargs))
         except UndecidedError as decision:
-            return [decision.tensor]
+            return [*decision.tensors]
         if not leaves and not tensors:
             raise ORTModuleIOError(
                 "the arguments and results of forward contain no tensor, and a graph computes with tensors",
@@ -285,15 +285,32 @@ def _first_valid_capture(
     *guesses, real = example_candidates(tensors, suggested, fixed_sizes)
     for example in guesses:
         try:
-            decisions = SizeDecisions(tensors, example, fixed_sizes)
-            captured = _capture(wrap(ElementDecisions(tensors)), decisions, outside_is_input)
+            captured = _capture_decided(wrap, tensors, example, fixed_sizes, outside_is_input)
         except SideEffectError:
             raise
         except CaptureError:
             continue  # forward rejects these sizes: the next example is closer to the call's
         if captured.guards(tensors):
             return captured
-    return _capture(wrap(ElementDecisions(tensors)), SizeDecisions(tensors, real, fixed_sizes), outside_is_input)
+    return _capture_decided(wrap, tensors, real, fixed_sizes, outside_is_input)
+
+
+def _capture_decided(
+    wrap: Callable[[ElementDecisions], _Wrapper],
+    tensors: Sequence[torch.Tensor],
+    example: Example,
+    fixed_sizes: Collection[int],
+    outside_is_input: bool,
+) -> Captured:
+    """Capture with the user's checks of data-dependent sizes as guards only if the graph needs them."""
+    elements = ElementDecisions(tensors)
+    try:
+        return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes), outside_is_input)
+    except AssumptionError:
+        if not elements.unanswered_checks:
+            raise
+    elements = ElementDecisions(tensors, with_checks=True)
+    return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes), outside_is_input)
 
 
 def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool) -> Captured:
@@ -325,7 +342,7 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
         converted = convert(program, type(module).__name__)
         names = input_names(module.forward, structure)
         answered = wrapper.elements.answered
-        guards = compile_guards(program, names, decisions, traced, answered)
+        guards = compile_guards(program, names, decisions, traced, answered, wrapper.elements.facts)
         if outside_is_input:
             outside.find(module, reads, decisions.examples, (t for decision in answered for t in decision.lifted))
         origins = _input_origins(program, module, len(names), parts, outside)

@@ -151,6 +151,11 @@ EVALUATE_SIZES = PatchPoint(
     "a branch on sizes in the user's code is a guard",
     parameters="self orig_expr",
 )
+ASSERT_SIZES = PatchPoint(
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv.guard_or_defer_runtime_assert",
+    "a check of data-dependent sizes in the user's code is a guard, where the graph rests on it",
+    parameters="self orig_expr msg",
+)
 SIZE_COMPARISONS = tuple(
     PatchPoint(
         f"torch:SymInt.{name}",

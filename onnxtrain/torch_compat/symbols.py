@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import sympy
 import torch
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import BooleanAtom, BooleanFunction
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -43,9 +45,33 @@ PythonPrinter: Any = required(
 )
 
 
-def _find_kinds() -> tuple[Any, Any]:
+_PYTHON_EXPRESSIONS = (  # Python evaluates them as sympy does
+    *(
+        sympy.Symbol,
+        sympy.Integer,
+        sympy.Float,
+        sympy.Add,
+        sympy.Mul,
+        sympy.Max,
+        sympy.Min,
+        Relational,
+        BooleanFunction,
+        BooleanAtom,
+    ),
+    *(getattr(functions, name) for name in ("FloorDiv", "Mod", "PythonMod", "CleanDiv") if hasattr(functions, name)),
+)
+
+
+def python_source(expr: Any) -> str:
+    """Spell an expression of integer arithmetic as Python; return "" for any other."""
+    if not all(isinstance(part, _PYTHON_EXPRESSIONS) for part in sympy.preorder_traversal(expr)):
+        return ""
+    return f"({PythonPrinter().doprint(expr)})"
+
+
+def _find_kinds() -> tuple[Any, Any, Any]:
     symbol = importlib.import_module("torch.utils._sympy.symbol")
-    return symbol.symbol_is_type, symbol.SymT.UNBACKED_INT
+    return symbol.symbol_is_type, symbol.SymT.UNBACKED_INT, symbol.SymT.UNBACKED_FLOAT
 
 
 _KINDS = required(
@@ -53,13 +79,18 @@ _KINDS = required(
     _find_kinds,
     "tells symbols whose values depend on tensor elements (nonzero) from those of dimensions; no public function does",
     check=lambda part: part[0](sympy.Symbol("u0"), part[1]) and not part[0](sympy.Symbol("s0"), part[1]),
-    fallback=(lambda symbol, kind: False, None),
+    fallback=(lambda symbol, kind: False, None, None),
 )
 
 
 def is_data_dependent(symbol: sympy.Symbol) -> bool:
     """Return whether a symbol stands for a size that depends on tensor elements, as that of `x.nonzero()` does."""
     return bool(_KINDS[0](symbol, _KINDS[1]))
+
+
+def is_float_item(symbol: sympy.Symbol) -> bool:
+    """Return whether a symbol stands for an item of a floating-point tensor that Python reads."""
+    return bool(_KINDS[0](symbol, _KINDS[2]))
 
 
 def _find_bounds() -> tuple[Any, Any]:
@@ -76,14 +107,21 @@ _RANGES = required(
 )
 
 
-def size_range(largest: int | None = None) -> Any:
-    """Return the range of a size of which at most an upper bound is known."""
-    return _RANGES[0](0, int_oo if largest is None else largest)
+def size_range(lower: int, largest: int | None) -> Any:
+    """Return the range of a size; a largest of None stands for no upper bound."""
+    return _RANGES[0](lower, int_oo if largest is None else largest)
 
 
 def is_always_true(expr: Any, ranges: Mapping[Any, Any]) -> bool:
     """Return whether a condition is true for all values of its symbols in these ranges."""
     return bool(_RANGES[1](expr, ranges) == _RANGES[0].wrap(sympy.true))
+
+
+def symbolic_value(env: ShapeEnv, symbol: Any) -> torch.SymInt | torch.SymFloat:
+    """Return the number that a symbol of `env` stands for."""
+    if symbol.is_integer:
+        return torch.SymInt(SymNode(symbol, env, int, None))
+    return torch.SymFloat(SymNode(symbol, env, float, None))
 
 
 def _example() -> Any:

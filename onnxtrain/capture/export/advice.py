@@ -19,10 +19,7 @@ def advice(error: BaseException) -> str:
     """Say how the user can make forward capturable."""
     text = str(error)
     if isinstance(error, _DATA_DEPENDENT_ERRORS):
-        advised = "avoid Python control flow that depends on tensor values, for example with torch.where"
-        if "specialized integer" in text:  # range(int(tensor))
-            return f"{advised}; pass a number that Python needs as an int, which has a graph for each value"
-        return advised
+        return "avoid Python control flow that depends on tensor values, for example with torch.where"
     if isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in text:
         match = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", None) or text))
         name = match[0].replace(".", "::") if match else "namespace::operator"

@@ -1,31 +1,41 @@
-"""Python control flow that depends on tensor values of the arguments: `if mask.all():`, `if flag.item():`.
+"""Python control flow that depends on tensor values of the arguments: `if mask.all():`, `range(lengths.max().item())`.
 
 A graph has no branches, so it is valid for the calls in which forward takes the same branches. The condition of each
 branch is captured as a small graph from the arguments to the tensor that Python tests, and that graph becomes a guard.
 Forward is traced up to the first condition without an answer; its value in this call is computed; forward is traced
 again.
+
+A condition may also be an expression over data-dependent sizes and items, such as `nonzero(mask).size(0) > 0`. Its
+answer is a fact that the rest of the trace, and the proof of the graph, may use.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import BooleanFunction
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.sample_ranges import certain_answer
+from onnxtrain.capture.guards.size_decisions import is_by_user
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.node import TORCH_OP
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
-from onnxtrain.torch_compat.patch_points import TENSOR_BOOL, TENSOR_ITEM
+from onnxtrain.torch_compat.patch_points import ASSERT_SIZES, EVALUATE_SIZES, TENSOR_BOOL, TENSOR_ITEM
+from onnxtrain.torch_compat.symbols import is_data_dependent, is_float_item, python_source, symbolic_value
 
 _MAX_DECISIONS = 16
 _MAX_NODES = 64  # per decision, because the guard runs on every call; Longformer's take 45
@@ -33,32 +43,58 @@ _TENSOR_BOOL = torch.Tensor.__bool__
 
 
 @dataclass(frozen=True)
+class _Condition:
+    """An expression over data-dependent sizes and items, and over sizes of inputs.
+
+    Attributes:
+        expression: the expression, over the symbols of a trace.
+        values: its data-dependent symbols, whose values the graph of a decision computes.
+        evaluate: computes its value from the flat inputs of a call and those values.
+    """
+
+    expression: sympy.Basic
+    values: tuple[Any, ...]
+    evaluate: Callable[[Sequence[torch.Tensor], Sequence[Any]], int]
+
+
+@dataclass(frozen=True)
 class ElementDecision:
-    """The truth value of the tensor that `graph` computes from the arguments.
+    """What Python reads of the tensors that `graph` computes from the arguments.
 
     Attributes:
         graph: takes `lifted`, then the flat inputs of a call.
         lifted: constants of the graph; None for a parameter or buffer, which it does not read.
-        answer: the truth value that forward got during the capture.
+        answer: what forward got during the capture: a truth value, or the number if the condition is one.
         where: the source location of the test.
+        condition: what is read of the values that the graph computes; None for the truth value of its tensor.
     """
 
     graph: torch.fx.GraphModule
     lifted: tuple[Any, ...]
-    answer: bool
+    answer: int
     where: str
+    condition: _Condition | None = None
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether forward takes the same branch for these inputs."""
-        return _truth(self.graph, self.lifted, tensors) == self.answer
+        return _answer(self.graph, self.lifted, tensors, self.condition) == self.answer
 
 
 class UndecidedError(BaseException):
-    """Forward tests a tensor without an answer. Not an Exception, so that no handler in forward catches it."""
+    """Forward tests a value without an answer. Not an Exception, so that no handler in forward catches it."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, *tensors: torch.Tensor) -> None:
         super().__init__()
-        self.tensor = tensor
+        self.tensors = tensors
+
+
+@dataclass(frozen=True)
+class _Unanswered:
+    """An expression over data-dependent sizes that PyTorch's own code failed to evaluate with `error`."""
+
+    env: ShapeEnv
+    expression: sympy.Basic
+    error: GuardOnDataDependentSymNode
 
 
 class ElementDecisions:
@@ -66,18 +102,28 @@ class ElementDecisions:
 
     Args:
         tensors: the call's tensors.
+        with_checks: whether checks of data-dependent sizes in the user's code (`torch._check`) are decisions, too.
+            Without them, the graph is for inputs that pass all checks, and does not repeat them.
 
     Attributes:
         answered: the decisions with an answer.
+        unanswered_checks: the number of checks that are no decisions, in the last trace.
         is_undecided: whether the last trace stopped at a decision without one.
+        facts: what the answers say of the data-dependent sizes of the last trace.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], *, with_checks: bool = False) -> None:
         self.answered: list[ElementDecision] = []
+        self.unanswered_checks = 0
         self.is_undecided = False
+        self.facts: list[sympy.Basic] = []
         self._tensors = tensors
+        self._with_checks = with_checks
+        self._is_telling = False
         self._next = 0
         self._where = ""
+        self._expression: Any = None  # that the last trace stopped at; None for a tensor's truth value
+        self._unanswered: _Unanswered | None = None
 
     @property
     def count(self) -> int:
@@ -86,12 +132,13 @@ class ElementDecisions:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Answer the tensor tests of forward while this is held.
+        """Answer the tests of forward while this is held.
 
         Raises:
             UndecidedError: a test has no answer yet.
         """
-        self._next, self.is_undecided = 0, False
+        self._next, self.is_undecided, self._unanswered, self.facts = 0, False, None, []
+        self.unanswered_checks = 0
         tracer = proxy_tensor.get_proxy_mode()
         stack = getattr(getattr(tracer, "tracer", None), "module_stack", {})
         depth = len(stack)
@@ -99,8 +146,13 @@ class ElementDecisions:
             with (
                 TENSOR_BOOL.replaced_in_thread(self._answer),
                 TENSOR_ITEM.replaced_in_thread(partial(self._item, TENSOR_ITEM.original)),
+                EVALUATE_SIZES.replaced_in_thread(partial(self._evaluate, EVALUATE_SIZES.original)),
+                ASSERT_SIZES.replaced_in_thread(partial(self._check, ASSERT_SIZES.original)),
             ):
-                yield
+                try:
+                    yield
+                except GuardOnDataDependentSymNode as error:
+                    raise self._as_undecided(error) from None
         except UndecidedError:
             while len(stack) > depth:  # the tracer pops a submodule only when it returns
                 stack.popitem()
@@ -119,10 +171,71 @@ class ElementDecisions:
         if certain is not None:
             return certain
         if self._next == len(self.answered):
-            self.is_undecided, self._where = True, source_location.of_caller() or ""
+            self.is_undecided, self._where, self._expression = True, source_location.of_caller() or "", None
             raise UndecidedError(tensor)
         self._next += 1
-        return self.answered[self._next - 1].answer
+        return bool(self.answered[self._next - 1].answer)
+
+    def _evaluate(self, original: Callable[..., Any], env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace `ShapeEnv.evaluate_expr`: where it cannot, answer for the values of this call.
+
+        PyTorch's own code may catch the error and take another way. So a test of its is a decision only once the error
+        has left forward.
+        """
+        try:
+            return original(env, expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode as error:
+            if not _is_decidable(expr):
+                raise
+            following = self.answered[self._next] if self._next < len(self.answered) else None
+            if following is None or following.condition is None or following.condition.expression != expr:
+                if following is None and is_by_user():
+                    raise self._undecided(env, expr, source_location.of_caller() or "") from None
+                self._unanswered = _Unanswered(env, expr, error)
+                raise
+        self._next += 1
+        return self._known(env, expr, following.answer)
+
+    def _check(self, original: Callable[..., Any], env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace `ShapeEnv.guard_or_defer_runtime_assert`, which `torch._check` calls."""
+        if self._is_telling or not _is_decidable(expr) or not is_by_user():
+            return original(env, expr, *args, **kwargs)
+        if self._with_checks:
+            return bool(env.evaluate_expr(expr))
+        self.unanswered_checks += 1
+        return original(env, expr, *args, **kwargs)
+
+    def _as_undecided(self, error: GuardOnDataDependentSymNode) -> BaseException:
+        """Return the error of a decision in place of an error that left forward; the error itself for any other."""
+        unanswered = self._unanswered
+        if unanswered is None or unanswered.error is not error:
+            return error
+        return self._undecided(unanswered.env, unanswered.expression, source_location.of_error(error) or "")
+
+    def _known(self, env: ShapeEnv, expr: Any, answer: int) -> Any:
+        """Let the rest of the trace know a decision's answer; return it as `ShapeEnv.evaluate_expr` does."""
+        value = (
+            sympy.sympify(bool(answer)) if isinstance(expr, (Relational, BooleanFunction)) else sympy.Integer(answer)
+        )
+        fact = sympy.Eq(expr, value, evaluate=False) if value.is_Integer else expr if answer else sympy.Not(expr)
+        with self._telling():
+            env.guard_or_defer_runtime_assert(fact, "forward was captured for this value")
+        if not any(map(is_float_item, expr.free_symbols)):  # no size depends on those
+            self.facts.append(fact)
+        return value
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Let assertions be facts, not checks of the user's code, while this is held."""
+        self._is_telling = True
+        try:
+            yield
+        finally:
+            self._is_telling = False
+
+    def _undecided(self, env: ShapeEnv, expr: Any, where: str) -> UndecidedError:
+        self.is_undecided, self._where, self._expression = True, where, expr
+        return UndecidedError(*map(partial(_as_tensor, env), _data_dependent_symbols(expr)))
 
     def decide(self, program: ExportedProgram) -> None:
         """Answer the decision at which the trace stopped, with the value of the tensor that `program` returns.
@@ -130,21 +243,67 @@ class ElementDecisions:
         Raises:
             CaptureError: the tensor depends on more than the arguments, or takes too many operators to compute.
         """
-        graph, lifted = _guard(program, self._where, len(self.answered))
-        self.answered.append(ElementDecision(graph, lifted, _truth(graph, lifted, self._tensors), self._where))
+        condition = None if self._expression is None else _condition(program, self._expression)
+        graph, lifted = _guard(program, self._where, len(self.answered), condition)
+        answer = _answer(graph, lifted, self._tensors, condition)
+        self.answered.append(ElementDecision(graph, lifted, answer, self._where, condition))
 
 
-def _truth(graph: torch.fx.GraphModule, lifted: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
+def _answer(
+    graph: torch.fx.GraphModule, lifted: Sequence[Any], tensors: Sequence[torch.Tensor], condition: _Condition | None
+) -> int:
     with torch.no_grad():
-        (tensor,) = graph(*lifted, *tensors)
-        return bool(tensor)
+        values = graph(*lifted, *tensors)
+        return bool(values[0]) if condition is None else condition.evaluate(tensors, [v.item() for v in values])
 
 
-def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
+def _data_dependent_symbols(expr: Any) -> list[Any]:
+    return sorted((s for s in expr.free_symbols if is_data_dependent(s) or is_float_item(s)), key=str)
+
+
+def _as_tensor(env: ShapeEnv, symbol: Any) -> torch.Tensor:
+    number: Any = symbolic_value(env, symbol)
+    return torch.scalar_tensor(number, dtype=torch.int64 if symbol.is_integer else torch.float64)
+
+
+def _condition(program: ExportedProgram, expr: Any) -> _Condition:
+    """Compile an expression over the symbols of a trace."""
+    symbols = _data_dependent_symbols(expr)
+    spelled = {symbol: sympy.Symbol(f"values[{i}]", integer=symbol.is_integer) for i, symbol in enumerate(symbols)}
+    inputs = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in inputs}
+    for i, name in enumerate(inputs):
+        for d, size in enumerate(shapes[name]):
+            if isinstance(size, torch.SymInt):
+                spelled.setdefault(size.node.expr, sympy.Symbol(f"tensors[{i}].shape[{d}]", integer=True))
+    # sympy prints 15 digits, and 17 are exact.
+    spelled.update({number: sympy.Symbol(repr(float(number)), real=True) for number in expr.atoms(sympy.Float)})
+    evaluate: Callable[..., int] = eval(f"lambda tensors, values: {python_source(expr.xreplace(spelled))}")
+    return _Condition(expr, tuple(symbols), evaluate)
+
+
+def _is_decidable(expr: Any) -> bool:
+    """Return whether a guard computes an expression exactly as forward does: sympy reorders sums of floats."""
+    if not isinstance(expr, sympy.Basic) or not _data_dependent_symbols(expr):
+        return False
+    if not python_source(expr):
+        return False
+    is_exact = all(s.is_integer for s in expr.free_symbols) and not expr.atoms(sympy.Float)
+    if isinstance(expr, (Relational, BooleanFunction)):
+        return is_exact or (isinstance(expr, Relational) and all(side.is_Atom for side in expr.args))
+    return is_exact and bool(expr.is_integer)
+
+
+def _guard(
+    program: ExportedProgram, where: str, answered: int, condition: _Condition | None
+) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
     graph = program.graph_module
+    if condition is not None:
+        _read_where_introduced(graph.graph, condition.values)
     for node in reversed(graph.graph.nodes):
         if not node.users and _is_dead(node):
             graph.graph.erase_node(node)
+    _write_into_copies(graph.graph)
     graph.recompile()
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -165,6 +324,55 @@ def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.f
             todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
         )
     return graph, tuple(lifted)
+
+
+def _read_where_introduced(graph: torch.fx.Graph, symbols: Sequence[Any]) -> None:
+    """Let the results be the sizes of the tensors that introduce these symbols, not of tensors computed from those."""
+    introduced = {s: (node, path) for node in graph.nodes for s, path in node.meta.get("unbacked_bindings", {}).items()}
+    (results,) = graph.output_node().args
+    for result, symbol in zip(results, symbols, strict=True):  # type: ignore[arg-type]
+        if symbol in introduced and isinstance(result, torch.fx.Node):
+            with graph.inserting_before(result):
+                result.update_arg(0, _at(graph, *introduced[symbol]))
+
+
+def _at(graph: torch.fx.Graph, node: torch.fx.Node, path: Sequence[Any]) -> torch.fx.Node:
+    """Insert the nodes of what is at a path of a result, as PyTorch records it: `.size()`, then `[0]`."""
+    for key in path:
+        if hasattr(key, "name"):
+            node = graph.call_method(key.name, (node,))
+        else:
+            node = graph.call_function(operator.getitem, (node, key.idx))
+    return node
+
+
+def _write_into_copies(graph: torch.fx.Graph) -> None:
+    """Let the operators that change an input in place, as those of forward before the test, change a copy of it."""
+    changed = [w for node in graph.nodes if node.op == "call_function" for w in _written(node)]
+    for placeholder in {_memory_of(tensor) for tensor in changed}:
+        if isinstance(placeholder, torch.fx.Node) and placeholder.op == "placeholder":
+            with graph.inserting_after(placeholder):
+                copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+            copy.meta["val"] = placeholder.meta.get("val")
+            placeholder.replace_all_uses_with(copy, delete_user_cb=partial(operator.is_not, copy))
+
+
+def _written(node: torch.fx.Node) -> list[Any]:
+    """Return the arguments that an operator changes in place."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    return [a for a, s in zip(node.args, schema_of(node.target).arguments, strict=False) if s.is_write]
+
+
+def _memory_of(tensor: Any) -> Any:
+    """Return the node that allocated the memory of a tensor, or the input whose memory it is."""
+    while isinstance(tensor, torch.fx.Node) and isinstance(tensor.target, OpOverload):
+        schema = schema_of(tensor.target)
+        aliased = [a for a, s in zip(tensor.args, schema.arguments, strict=False) if s.is_write or s.alias_info]
+        if len(aliased) != 1:
+            break
+        tensor = aliased[0]
+    return tensor
 
 
 def _is_dead(node: torch.fx.Node) -> bool:
@@ -198,8 +406,7 @@ def _is_pure(node: torch.fx.Node) -> bool:
         return False
     if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
-    written = [a for a, s in zip(node.args, schema_of(target).arguments, strict=False) if s.is_write]
-    return torch.Tag.nondeterministic_seeded not in target.tags and all(map(_is_temporary, written))
+    return torch.Tag.nondeterministic_seeded not in target.tags and all(map(_is_temporary, _written(node)))
 
 
 def _is_temporary(written: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from sympy.core.relational import Relational
-from sympy.logic.boolalg import BooleanAtom, BooleanFunction
+from sympy.logic.boolalg import BooleanFunction
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -32,26 +32,16 @@ from onnxtrain.capture.guards.element_decisions import ElementDecision
 from onnxtrain.capture.guards.shape_proof import Proof, same_graph
 from onnxtrain.capture.guards.size_decisions import Example, InputDim, SizeDecision, SizeDecisions
 from onnxtrain.errors import CaptureError, GraphError
-from onnxtrain.torch_compat.symbols import PythonPrinter, functions, int_oo, unreplaced_expression
+from onnxtrain.torch_compat.symbols import int_oo, python_source, unreplaced_expression
 
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 _Binding: TypeAlias = dict[Any, Any]  # from symbols to sizes
 _MAX_VERDICTS = 4096  # cached per graph
-_PYTHON_EXPRESSIONS = (  # Python evaluates them as sympy does
-    *(
-        sympy.Symbol,
-        sympy.Integer,
-        sympy.Add,
-        sympy.Mul,
-        sympy.Max,
-        sympy.Min,
-        Relational,
-        BooleanFunction,
-        BooleanAtom,
-    ),
-    *(getattr(functions, name) for name in ("FloorDiv", "Mod", "PythonMod", "CleanDiv") if hasattr(functions, name)),
-)
 _UNBOUNDED = 2**31  # PyTorch sometimes writes "no bound" as a large number
+
+
+class AssumptionError(CaptureError):
+    """A graph is valid only for some values of a data-dependent size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +188,7 @@ class Guards:
             examples: the inputs that the graph was exported with.
 
         Raises:
-            CaptureError: says what the graph assumes.
+            AssumptionError: says what the graph assumes.
         """
         if self._proof is None or not self._proof.data_dependent:
             return
@@ -206,7 +196,7 @@ class Guards:
         binding = {symbol: sympy.Integer(sizes[i][d].node.hint) for symbol, (i, d) in self._symbols.items()}
         reason = self._proof.reason(binding)
         if reason:
-            raise CaptureError(
+            raise AssumptionError(
                 "the graph would be valid only for certain numbers of selected elements",
                 got=reason,
                 todo="the module runs in PyTorch; compute on all elements with a mask instead of selecting some, "
@@ -263,7 +253,9 @@ class Guards:
                 lines.append(f"    {', '.join(f's{i}_{d}' for d in range(len(shape)))}, = tensors[{i}].shape")
             tests += [f"s{i}_{d} == {size}" for d, size in enumerate(shape) if isinstance(size, int)]
         for condition in (*self._conditions, *alternative.forced):
-            tests.append(_python(condition.expr.xreplace(variables)) or "False")  # "False" leaves it to the slow check
+            tests.append(
+                python_source(condition.expr.xreplace(variables)) or "False"
+            )  # "False" leaves it to the slow check
         sizes = f"{' and '.join(dict.fromkeys(tests)) or 'True'} or slow_check(tensors)"
         elements = " and elements_hold(tensors)" if self.elements else ""
         # A condition may divide by a size that is 0 in this call: for the slow check, it does not hold.
@@ -340,7 +332,7 @@ class Guards:
 
     def _spell(self, expr: Any) -> str:
         named = expr.xreplace({s: sympy.Symbol(self._size_name(s), integer=True) for s in expr.free_symbols})
-        return _python(named) or str(named)
+        return python_source(named) or str(named)
 
     def _values(self, expr: Any, binding: _Binding) -> str:
         symbols = sorted(expr.free_symbols, key=self._size_name)
@@ -357,6 +349,7 @@ def compile_guards(
     decisions: SizeDecisions | None = None,
     traced: ExportedProgram | None = None,
     elements: Sequence[ElementDecision] = (),
+    facts: Sequence[Any] = (),
 ) -> Guards:
     """Compile the guards of an export.
 
@@ -368,9 +361,10 @@ def compile_guards(
         traced: the export before functionalization, if that traced it once more: `tensor_split(x, 2)` is decomposed
             for an even size.
         elements: what the user's code decided by tensor values of the inputs.
+        facts: what these decisions say of data-dependent sizes.
 
     Raises:
-        CaptureError: the graph is valid only for some values of a data-dependent size.
+        AssumptionError: the graph is valid only for some values of a data-dependent size.
     """
     user_inputs = [s.arg.name for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
     values = {node.name: node.meta["val"] for node in program.graph_module.graph.nodes if node.op == "placeholder"}
@@ -401,7 +395,7 @@ def compile_guards(
     # The bounds come first, because later conditions may divide by a size.
     conditions = [*(_export_conditions(env, symbols, shapes) if env is not None else ()), *equalities]
     alternative = _alternative(decisions, symbols)
-    proof = Proof(program, symbols, traced)
+    proof = Proof(program, symbols, traced, facts)
     guards = Guards(names, shapes, symbols, conditions, alternative, decisions, proof, elements)
     guards.refuse_assumptions([values[name] for name in user_inputs])
     return guards
@@ -438,10 +432,3 @@ def _as_condition(decision: SizeDecision) -> Any:
     if not isinstance(decision.expr, (Relational, BooleanFunction)):
         return sympy.Eq(decision.expr, decision.value, evaluate=False)
     return decision.expr if decision.value else sympy.Not(decision.expr)
-
-
-def _python(expr: Any) -> str:
-    """Spell an expression of integer arithmetic as Python; return "" for any other."""
-    if not all(isinstance(part, _PYTHON_EXPRESSIONS) for part in sympy.preorder_traversal(expr)):
-        return ""
-    return f"({PythonPrinter().doprint(expr)})"

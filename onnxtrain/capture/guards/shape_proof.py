@@ -5,13 +5,12 @@ wrong: an operator may return a shape that contradicts the graph (`squeeze` of a
 equal sizes). A run on fake tensors of the real sizes compares all shapes, which takes milliseconds.
 
 A data-dependent size (of `x[mask]`, of `nonzero`) is a symbol in such a run, as it was in the export. The graph has to
-be valid for each of its values: the export must have assumed nothing of it, and the shapes are also compared for 0 and
-1, which operators treat specially.
+be valid for each of its values that the decisions on elements leave: the export must have assumed nothing else of it,
+and the shapes are also compared for 0 and 1, which operators treat specially.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,11 +24,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
 from onnxtrain.capture import source_location
+from onnxtrain.capture.guards.data_dependent_sizes import DataDependentSizes, bounds_of, symbolic_sizes
 from onnxtrain.capture.guards.size_decisions import InputDim
 from onnxtrain.torch_compat.fake_tensors import FakeTensorMode
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
-from onnxtrain.torch_compat.pytree import tree_leaves
-from onnxtrain.torch_compat.symbols import is_always_true, is_data_dependent, size_range, unreplaced_expression
+from onnxtrain.torch_compat.symbols import is_data_dependent, unreplaced_expression
 from onnxtrain.torch_compat.tensors import own_memory
 
 _SPECIAL_SIZES = (0, 1)  # operators treat them differently from all others
@@ -41,6 +40,7 @@ class Proof:
     Args:
         program: the export.
         symbols: the dimension whose size each symbol is.
+        facts: conditions on data-dependent sizes that hold in each call of the graph.
         traced: the program before its operators were decomposed. Their decompositions are valid at other sizes only if
             the operators have the shapes there that they were decomposed for.
         has_explicit_casts: whether the casts of autocast are nodes of `program`. If not, it runs under the caller's
@@ -59,10 +59,12 @@ class Proof:
         program: ExportedProgram,
         symbols: dict[Any, InputDim],
         traced: ExportedProgram | None = None,
+        facts: Sequence[Any] = (),
         *,
         has_explicit_casts: bool = True,
     ) -> None:
-        self._traced = None if traced is None else Proof(traced, symbols, has_explicit_casts=False)
+        self._traced = None if traced is None else Proof(traced, symbols, None, facts, has_explicit_casts=False)
+        self._facts = tuple(facts)
         self._has_explicit_casts = has_explicit_casts
         self.graph_module = program.graph_module
         self.symbols = symbols
@@ -71,7 +73,7 @@ class Proof:
         constants = [str(spec.target) for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
         self.constants = [own_memory(program.constants[name]) for name in constants]
         values = [node.meta.get("val") for node in program.graph.nodes]
-        used = {s for value in values for size in _symbolic_sizes(value) for s in _all_symbols(size)}
+        used = {s for value in values for size in symbolic_sizes(value) for s in _all_symbols(size)}
         self.data_dependent = {s for s in used if is_data_dependent(s)}
 
     def reason(self, binding: dict[Any, Any]) -> str:
@@ -90,9 +92,13 @@ class Proof:
         """Say why the graph is not valid if all data-dependent sizes are `size`; "" if it is."""
         if not self.data_dependent:
             return ""
+        bounds = bounds_of(fact.xreplace(binding) for fact in self._facts)
+        sizes = {s: sympy.Integer(_nearest(size, *bounds.get(s, (0, None)))) for s in self.data_dependent}
+        if not all(fact.xreplace({**binding, **sizes}) == sympy.true for fact in self._facts):
+            return ""  # no call has these sizes
         try:
             with self._run_state(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
-                return self._run(mode, {**binding, **dict.fromkeys(self.data_dependent, sympy.Integer(size))})
+                return self._run(mode, {**binding, **sizes})
         except Exception:  # noqa: BLE001  # an operator may raise anything
             return ""  # an operator that refuses this size also refuses it at run time, as in eager
 
@@ -109,9 +115,8 @@ class Proof:
     def _run(self, mode: FakeTensorMode, binding: dict[Any, Any]) -> str:
         all_bound = self.data_dependent <= binding.keys()
         results: dict[Node, Any] = {}
-        assumed: set[Any] = set()
-        checked: set[Any] = set()
-        largest: dict[Any, int] = {}
+        # With numbers for all data-dependent sizes, the symbols of the environment are replaced at once.
+        sizes = DataDependentSizes(None if all_bound else mode.shape_env, self._facts)
         for node in self.graph_module.graph.nodes:
             if node.op == "output":
                 break
@@ -124,127 +129,30 @@ class Proof:
             else:
                 args, kwargs = map_arg((node.args, node.kwargs), results.__getitem__)
                 if str(node.target) == "aten._assert_scalar.default":
-                    assumed.add(_condition(args[0]))
+                    sizes.assert_condition(args[0])
                     continue
-                for condition in _checked_by_kernel(node, args):
-                    if condition == sympy.false:
-                        raise ValueError(f"{node.target} refuses these sizes")  # PyTorch would log it as an error
-                    checked.add(condition)
-                    _use(mode.shape_env, condition)
+                sizes.check_by_kernel(node, args)
                 results[node] = node.target(*args, **kwargs)
-                if all_bound and next(_symbolic_sizes(results[node]), None) is not None:
+                if all_bound and next(symbolic_sizes(results[node]), None) is not None:
                     results[node] = _fake(expected, binding)
-                _bind_data_dependent(results[node], expected, binding)
-                _bound_selected(node, args, results[node], largest)
+                _bind_data_dependent(node, results[node], binding)
+                sizes.bound_selected(node, args, results[node])
+                sizes.use_facts(binding)
                 if not _agrees(results[node], expected, binding, dtypes=self._has_explicit_casts):
                     return (
                         f"{node.target} has another shape at these sizes ({source_location.of_node(node) or node.name})"
                     )
-        env = None if all_bound else mode.shape_env  # which then has symbols that were replaced at once
-        return _assumption(env, assumed, checked, largest)
+        return sizes.assumption()
 
 
-def _bound_selected(node: Node, arguments: Sequence[Any], result: Any, largest: dict[Any, int]) -> None:
-    """Bound the number of elements that a node selects: no more than its mask has."""
-    if str(node.target) not in _SELECTIONS:
-        return
-    masks = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
-    if str(node.target) == "aten.index.Tensor":
-        masks = [mask for mask in masks[1:] if mask.dtype in (torch.bool, torch.uint8)]
-    sizes = [size for mask in masks for size in mask.shape]
-    if all(type(size) is int for size in sizes):
-        most = max((math.prod(mask.shape) for mask in masks), default=0)
-        for size in _symbolic_sizes(result):
-            largest.setdefault(size.node.expr, most)
-
-
-_SELECTIONS = frozenset({"aten.nonzero.default", "aten.nonzero_numpy.default", "aten.index.Tensor"})
-
-
-def _checked_by_kernel(node: Node, arguments: Sequence[Any]) -> Iterator[Any]:
-    """Yield the condition on data-dependent sizes that a node's kernel checks itself, at run time as in eager."""
-    if str(node.target) in _SPLITS:
-        x, parts, axis = (*arguments, 0)[:3]
-        yield sympy.Eq(_total(parts), _expr(x.shape[axis], {}))
-    elif str(node.target) in _EXCHANGES:
-        x, _, parts = arguments[:3]
-        yield sympy.Eq(_total(parts), _expr(x.shape[0], {}))
-
-
-def _use(env: ShapeEnv | None, condition: Any) -> None:
-    """Replace a data-dependent size that a kernel checks to be a number, as an exchange of one rank, by that number."""
-    if env is not None and isinstance(condition, sympy.Eq):
-        size, number = condition.args
-        if size.is_Symbol and number.is_Integer:
-            env.guard_or_defer_runtime_assert(condition, "a kernel checks it")
-
-
-def _total(parts: Sequence[Any]) -> Any:
-    return sum(unreplaced_expression(part) if isinstance(part, torch.SymInt) else part for part in parts)
-
-
-_SPLITS = frozenset({"aten.split_with_sizes.default", "aten.split_with_sizes_copy.default"})
-_EXCHANGES = frozenset(
-    f"{domain}.all_to_all_single.default" for domain in ("_c10d_functional", "_c10d_functional_autograd")
-)
-
-
-def _symbolic_sizes(value: Any) -> Iterator[torch.SymInt]:
-    if isinstance(value, torch.SymInt):
-        yield value
-    elif isinstance(value, torch.Tensor):
-        for size in value.shape:
-            yield from _symbolic_sizes(size)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _symbolic_sizes(part)
+def _nearest(size: int, lower: int, upper: int | None) -> int:
+    return max(size, lower) if upper is None else min(max(size, lower), upper)
 
 
 def _all_symbols(size: torch.SymInt) -> set[Any]:
     """Return the symbols in a size's expression, and those that an assumption replaced in it."""
     symbols: set[Any] = size.node.expr.free_symbols | unreplaced_expression(size).free_symbols
     return symbols
-
-
-def _assumption(env: ShapeEnv | None, assumed: set[Any], checked: set[Any], largest: dict[Any, int]) -> str:
-    """Return an assumption on a data-dependent size, other than that it is not negative; "" if there is none.
-
-    PyTorch checks such an assumption at run time, by an assertion that our graph does not contain.
-
-    Args:
-        env: collects what operators assume.
-        assumed: what the program asserts.
-        checked: what kernels of the graph check.
-        largest: upper bounds of data-dependent sizes.
-    """
-    checks_of = {} if env is None else env.deferred_runtime_asserts
-    asserted = {check.expr for checks in checks_of.values() for check in checks}
-    largest = {**largest, **_upper_bounds(checked)}
-    equalities = [c.args for c in checked if isinstance(c, sympy.Eq)]
-    numbers = {size: number for size, number in equalities if size.is_Symbol and number.is_Integer}
-    for expr in {e.xreplace(numbers) for e in (assumed | asserted) - checked} - {sympy.true}:
-        if not is_always_true(expr, {s: _range(env, s, largest.get(s)) for s in expr.free_symbols}):
-            return str(expr)
-    return ""
-
-
-def _upper_bounds(checked: set[Any]) -> dict[Any, int]:
-    """Return upper bounds of sizes that follow from u0 + u1 = 5: no size is negative."""
-    bounds: dict[Any, int] = {}
-    for condition in checked:
-        if isinstance(condition, sympy.Eq):
-            total, number = condition.args if condition.args[1].is_Integer else reversed(condition.args)
-            if number.is_Integer and all(term.is_Symbol for term in sympy.Add.make_args(total)):
-                bounds.update(dict.fromkeys(total.free_symbols, int(number)))
-    return bounds
-
-
-def _condition(asserted: Any) -> Any:
-    return asserted.node.expr if isinstance(asserted, torch.SymBool) else sympy.true if asserted else sympy.false
-
-
-def _range(env: ShapeEnv | None, symbol: Any, largest: int | None) -> Any:
-    return size_range(largest) if env is None or is_data_dependent(symbol) else env.var_to_range[symbol]
 
 
 def _size(size: Any, binding: dict[Any, Any]) -> int | sympy.Expr:
@@ -265,18 +173,28 @@ def _fake(value: Any, binding: dict[Any, Any]) -> Any:
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
-def _bind_data_dependent(result: Any, expected: Any, binding: dict[Any, Any]) -> None:
+def _bind_data_dependent(node: Node, result: Any, binding: dict[Any, Any]) -> None:
     """Bind the export's symbols of data-dependent sizes to the sizes in this run, where a node introduces them."""
+    for symbol, path in node.meta.get("unbacked_bindings", {}).items():
+        size = result
+        for key in path:
+            size = key.get(size)
+        binding.setdefault(symbol, _expr(size, {}))
+    _bind_traced(result, node.meta.get("val"), binding)
+
+
+def _bind_traced(result: Any, expected: Any, binding: dict[Any, Any]) -> None:
+    """Bind the symbols of values that `tracing_shortcuts` traced, for which PyTorch recorded no paths."""
     if isinstance(expected, (list, tuple)):
         for r, e in zip(result, expected, strict=False):
-            _bind_data_dependent(r, e, binding)
+            _bind_traced(r, e, binding)
     pairs: list[tuple[Any, Any]] = []
     if isinstance(expected, torch.Tensor):
         pairs = list(zip(result.shape, expected.shape, strict=False))
     elif isinstance(expected, torch.SymInt):
         pairs = [(result, expected)]
     for size, e in pairs:
-        symbol = e.node.expr if isinstance(e, torch.SymInt) else None
+        symbol = unreplaced_expression(e) if isinstance(e, torch.SymInt) else None
         if symbol is not None and symbol.is_Symbol and is_data_dependent(symbol):
             binding.setdefault(symbol, _expr(size, {}))
 

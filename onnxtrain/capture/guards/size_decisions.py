@@ -37,6 +37,8 @@ _TORCH = str(Path(torch.__file__).parent)
 # The files between the line that decides and `ShapeEnv.evaluate_expr`.
 _SYMBOLIC_SIZE_FILES = frozenset({
     __file__,
+    f"{PACKAGE}capture/guards/element_decisions.py",
+    f"{PACKAGE}torch_compat/replacement.py",
     f"{_TORCH}/__init__.py",
     f"{_TORCH}/fx/experimental/symbolic_shapes.py",
     f"{_TORCH}/fx/experimental/sym_node.py",
@@ -191,6 +193,11 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
     if frame is None or frame.f_code.co_filename.startswith(_PYTORCH_DECIDES):
         return None
     return frame
+
+
+def is_by_user() -> bool:
+    """Return whether the caller evaluates a symbolic size for the user's code or a layer, not for PyTorch."""
+    return _user_frame(sys._getframe(1)) is not None
 
 
 def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
