@@ -44,12 +44,8 @@ from onnxtrain.capture.export.torch_reports import logged_as_info, printed_as_in
 from onnxtrain.capture.export.traced_functions import TracedFunctions
 from onnxtrain.capture.export.tracing_shortcuts import tracing_shortcuts
 from onnxtrain.capture.four_bit_weights import plain_four_bit_weights
-from onnxtrain.capture.functionalize.composite_operators import (
-    composite_decompositions,
-    keep_buffer_copies,
-    nested_cast_decompositions,
-)
 from onnxtrain.capture.functionalize.copied_views import decide_copies
+from onnxtrain.capture.functionalize.functionalize import functionalize
 from onnxtrain.capture.functionalize.memory_order_sampling import sample_in_memory_order
 from onnxtrain.capture.functionalize.no_grad import detach_no_grad_values, recording_grad_mode
 from onnxtrain.capture.functionalize.overlapping_writes import refuse_overlapping_writes
@@ -75,11 +71,8 @@ from onnxtrain.errors import (
 )
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
-from onnxtrain.torch_compat.decompositions import without_effect_tokens, without_reference_functions
 from onnxtrain.torch_compat.internal import refuse_if_lacking
-from onnxtrain.torch_compat.modes import autocast_disabled
 from onnxtrain.torch_compat.tensors import own_memory
-from onnxtrain.torch_compat.tracing import copies_without_bases, keep_unread_samples
 
 _PREFIX = "module."
 ForwardCall: TypeAlias = Callable[..., Any]
@@ -337,7 +330,7 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
             declare_views(program)
             detach_no_grad_values(program)
             needs_no_retracing = make_convertible(program)
-        traced, program = (None, program) if needs_no_retracing else (program, _functionalize(program))
+        traced, program = (None, program) if needs_no_retracing else (program, functionalize(program))
     with _internal_errors(module):
         converted = convert(program, type(module).__name__)
         names = input_names(module.forward, structure)
@@ -411,40 +404,6 @@ def _export(
             f"forward of {type(wrapper.module).__name__} cannot be captured: {summary(error)}",
             where=source_location.of_error(error),
             todo=f"the module runs in PyTorch; {advice(error)}",
-        ) from error
-
-
-# The arguments of PyTorch's reference functions for these losses differ from the operators', but tracing would call
-# them: cross_entropy with reduction="none" would get the shape ().
-_MISMATCHED_REFERENCES = (
-    torch.ops.aten.nll_loss.default,
-    torch.ops.aten.hinge_embedding_loss.default,
-    torch.ops.aten.margin_ranking_loss.default,
-)
-
-
-def _functionalize(program: ExportedProgram) -> ExportedProgram:
-    """Functionalize the export; keep composite operators that have a definition as single nodes."""
-    try:
-        with (
-            without_reference_functions(_MISMATCHED_REFERENCES),
-            copies_without_bases(),
-            keep_buffer_copies(),
-            keep_unread_samples(),
-            tracing_shortcuts(),
-            shape_shortcuts(),
-        ):
-            functional: ExportedProgram = program.run_decompositions(composite_decompositions(program))
-            nested = nested_cast_decompositions(functional)
-            if nested:
-                with autocast_disabled():  # all other casts are in the graph
-                    functional = functional.run_decompositions(nested)
-        return without_effect_tokens(functional)
-    except Exception as error:  # PyTorch's tracing raises anything
-        raise CaptureError(
-            f"PyTorch failed to functionalize the exported graph: {summary(error)}",
-            where=source_location.of_error(error),
-            todo="the module runs in PyTorch",
         ) from error
 
 

@@ -418,7 +418,11 @@ class Engine:
 
     def _warn_of_operators(self, captured: Captured) -> None:
         """Warn, once per set of them, of the operators without an ONNX form."""
-        names = {node.attributes.get_string("operator") for node in captured.model.graph if node.domain == ATEN}
+        names = {
+            node.attributes.get_string("operator")
+            for node in captured.model.graph
+            if node.domain == ATEN and any(v.uses() or v.is_graph_output() for v in node.outputs)  # not only a guard's
+        }
         if names:
             self._warn(
                 f"{type(self._module).__name__} calls operators without an ONNX form: {', '.join(sorted(names))}. They "

@@ -246,6 +246,19 @@ class Thresholds(Sized):
         return self.layer(x) if scale.item() > 0.1 else -self.layer(x)
 
 
+class ThresholdOf17Digits(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x if scale.item() > 0.1 + 0.2 else -x
+
+
+def test_an_item_is_compared_with_all_digits() -> None:
+    ours = ORTModule(ThresholdOf17Digits(), **DISABLED)
+    x = torch.ones(2)
+    for value in (1.0, 0.1 + 0.2):  # 0.30000000000000004, which is above 0.3
+        scale = torch.tensor(value, dtype=torch.float64)
+        assert torch.equal(ours(x, scale), ThresholdOf17Digits()(x, scale))
+
+
 class LastOfEach(Sized):
     """As the heads of BART and T5: each row has the same number of marks, which the view rests on."""
 

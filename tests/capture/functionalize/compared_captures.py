@@ -23,9 +23,9 @@ class ComparedCaptures:
         self.graphs: list[list[Any]] = []
         self.is_retraced = False
         self._is_requested = False
-        self._originals = (capture.make_convertible, capture._functionalize, capture._assemble)
+        self._originals = (capture.make_convertible, capture.functionalize, capture._assemble)
         monkeypatch.setattr(capture, "make_convertible", self._make_convertible)
-        monkeypatch.setattr(capture, "_functionalize", self._functionalize)
+        monkeypatch.setattr(capture, "functionalize", self._functionalize)
         monkeypatch.setattr(capture, "_assemble", self._assemble)
 
     def call_twice(self, module: torch.nn.Module, x: torch.Tensor, *, functionalize: bool) -> list[Any]:

@@ -161,13 +161,13 @@ def test_results_match_eager_and_simple_writes_are_not_traced_again(
 def record_retracing(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return a list of the programs that are functionalized by PyTorch from now on."""
     programs: list[object] = []
-    functionalize = capture._functionalize
+    functionalize = capture.functionalize
 
     def recording(program: Any) -> Any:
         programs.append(program)
         return functionalize(program)
 
-    monkeypatch.setattr(capture, "_functionalize", recording)
+    monkeypatch.setattr(capture, "functionalize", recording)
     return programs
 
 
