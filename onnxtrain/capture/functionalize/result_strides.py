@@ -4,8 +4,8 @@
     rms_norm(x.mT)              ──>    rms_norm(x.mT.clone(contiguous))
 
 A graph's values have no strides: those of a program's tensors follow from the kernels that it calls. Most nodes call
-the kernel that eager PyTorch calls, but the operators here are captured as other nodes, pixel_shuffle as two reshapes. A
-user sees strides in results, and in the elements that a later dropout drops.
+the kernel that eager PyTorch calls, but the operators here are captured as others, pixel_shuffle as two reshapes. Users
+see strides in results, and in the elements that a later dropout drops.
 """
 
 from __future__ import annotations
