@@ -49,7 +49,8 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
     },
     # Two stages: each one divides the symbolic sizes again, and the capture of four takes minutes.
     "HieraConfig": {
-        "image_size": [128, 128],
+        "image_size": [32, 32],
+        "masked_unit_size": [2, 2],
         "depths": [1, 1],
         "num_heads": [4, 4],
         "num_query_pool": 1,
