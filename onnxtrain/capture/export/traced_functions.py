@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from onnxtrain.capture.export import constant_masks, size_tensors
 from onnxtrain.capture.export.meta_functions import is_channels_last
-from onnxtrain.capture.functionalize.memory_order import memory_order
 from onnxtrain.capture.node_storage import example_size
 
 
@@ -54,8 +53,9 @@ def _channel_shuffle(original: Callable[..., Any], x: torch.Tensor, groups: int)
 
 def _in_logical_order(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, or a contiguous copy if its dimensions are stored in another order."""
-    order = memory_order(x)
-    return x if order == sorted(order) else x.contiguous()
+    axes = zip(x.shape, x.stride(), strict=True)
+    strides = [example_size(stride) for size, stride in axes if example_size(size) != 1]
+    return x if strides == sorted(strides, reverse=True) else x.contiguous()
 
 
 _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
