@@ -40,7 +40,7 @@ def gradients_in_blocks(
     geometry = (strides, pads, dilations, False, [0, 0], 1)
     bias = [w.size(0)] if mask[2] else None
     if not mask[0] or not _is_less_exact(dy, w, strides, dilations):
-        return torch.ops.aten.convolution_backward.default(dy, x, w, bias, *geometry, mask)  # type: ignore[no-any-return]
+        return torch.ops.aten.convolution_backward.default(dy, x, w, bias, *geometry, mask)
     dw, db = None, None
     if mask[1] or mask[2]:
         _, dw, db = torch.ops.aten.convolution_backward.default(dy, x, w, bias, *geometry, [False, *mask[1:]])
