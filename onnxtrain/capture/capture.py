@@ -49,6 +49,7 @@ from onnxtrain.capture.functionalize.functionalize import functionalize
 from onnxtrain.capture.functionalize.memory_order_sampling import sample_in_memory_order
 from onnxtrain.capture.functionalize.no_grad import detach_no_grad_values, recording_grad_mode
 from onnxtrain.capture.functionalize.overlapping_writes import refuse_overlapping_writes
+from onnxtrain.capture.functionalize.result_strides import restore_result_strides
 from onnxtrain.capture.functionalize.strided_reads import read_in_memory_order
 from onnxtrain.capture.functionalize.views import declare_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
@@ -325,6 +326,7 @@ def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool
         with _internal_errors(module):
             decide_copies(program, decisions)
             refuse_overlapping_writes(program)
+            restore_result_strides(program)
             sample_in_memory_order(program)
             read_in_memory_order(program)
             declare_views(program)

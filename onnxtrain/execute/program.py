@@ -246,7 +246,7 @@ class _Writer:
     def _output(self, value: ir.Value | None, is_user_output: bool) -> str:
         if value is None:
             return "None"
-        if is_user_output and self._layout is not None and self._layout.may_be_channels_last(value):
+        if is_user_output and self._layout is not None and self._layout.is_made_contiguous(value):
             return f"{self._tensor(value)}.contiguous()"
         # The user may change an output in place, so a constant, or a view of one, is cloned.
         return f"{self._tensor(value)}.clone()" if _shares_constant(value) else self._tensor(value)

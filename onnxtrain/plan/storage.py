@@ -126,7 +126,7 @@ class Storages:
 
     def copied_result(self, value: ir.Value) -> bool:
         """Return whether a result leaves the program as a contiguous copy."""
-        return self._layout is not None and self._layout.may_be_channels_last(value)
+        return self._layout is not None and self._layout.is_made_contiguous(value)
 
     def _copied(self, node: ir.Node) -> Collection[ir.Value]:
         """Return the inputs that a node copies before reading them."""

@@ -113,7 +113,11 @@ AUTOENCODERS = {
     ),
     "AutoencoderKLTemporalDecoder": DiffusersModel(
         "autoencoder",
-        {"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (WIDTH, 2 * WIDTH)},
+        {
+            "down_block_types": ("DownEncoderBlock2D",) * 2,
+            "block_out_channels": (WIDTH, 2 * WIDTH),
+            "layers_per_block": 1,
+        },
         lambda d, b, n: {"sample": image(d, b * FRAMES, n, 3), "num_frames": FRAMES},
     ),
     "AutoencoderKLWan": DiffusersModel(

@@ -26,6 +26,17 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
     "EfficientNetConfig": _EFFICIENTNET,
     "Emu3Config": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 4}},
     "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [48, 48]},
+    "Florence2VisionConfig": {  # two stages, as for Hiera
+        "depths": [1, 1],
+        "embed_dim": [32, 64],
+        "num_heads": [4, 4],
+        "num_groups": [4, 4],
+        "patch_size": [7, 3],
+        "patch_stride": [4, 2],
+        "patch_padding": [3, 1],
+        "patch_prenorm": [False, True],
+        "window_size": 4,
+    },
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},  # a quarter of the text model's width
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "GraniteSpeechEncoderConfig": {"input_dim": 16},
@@ -36,7 +47,17 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
         "stage_out_channels": [32, 32, 64, 64],
         "stage_numb_of_layers": [2, 2, 2, 2],
     },
-    "HieraConfig": {"decoder_depth": 1, "decoder_num_heads": 4},
+    # Two stages: each one divides the symbolic sizes again, and the capture of four takes minutes.
+    "HieraConfig": {
+        "image_size": [32, 32],
+        "masked_unit_size": [2, 2],
+        "depths": [1, 1],
+        "num_heads": [4, 4],
+        "num_query_pool": 1,
+        "masked_unit_attention": [True, False],
+        "decoder_depth": 1,
+        "decoder_num_heads": 4,
+    },
     "LayoutLMv3Config": {
         "coordinate_size": 4,
         "shape_size": 8,

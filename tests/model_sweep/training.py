@@ -80,9 +80,10 @@ def _compared(entry: Entry, model: ZooModel) -> Outcome:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            _train(compare)
+            for size in SIZES:
+                _compare(compare, "train", size)
             compare.change(torch.nn.Module.eval)
-            compare.forward(*SIZES[1])
+            _compare(compare, "forward", SIZES[1])
         except AssertionError as error:
             outcome = Outcome(entry, "wrong", _summary(error))
         except Exception as error:  # noqa: BLE001  # any error of ours is a finding
@@ -107,36 +108,55 @@ def _error_of(side: Side) -> str | None:
     return None
 
 
-def _train(compare: Comparison) -> None:
-    """Compare a step at each size.
+def _compare(compare: Comparison, run: str, size: tuple[int, int]) -> None:
+    """Compare a call of "train" or "forward".
 
     Eager's error is one sample of its rounding: in some hundred thousand tensors of all classes, a few have a sample of
-    less than half the usual error. A gradient that exceeds the tolerance must not exceed the largest error of eager
-    itself with parameters that differ by one rounding.
+    less than half the usual error. Where rounding decides on a relu behind a batch norm of few elements, many have: of
+    the 4320 tensors of HGNetV2 with 30 sets of parameters, our error is above the tolerance in 703, and eager's, as
+    judged by ours, in 561. A tensor that exceeds the tolerance must not exceed the largest error of eager itself with
+    parameters that differ by one rounding.
     """
-    for size in SIZES:
-        try:
-            compare.train(*size)
-        except AssertionError as error:
-            if "gradient" not in str(error):
-                raise
-            if excess := _excess(compare, size):
-                raise AssertionError(f"{error} {excess}") from error
+    buffers = [{name: b.clone() for name, b in side.module.named_buffers()} for side in compare.sides()]
+    try:
+        getattr(compare, run)(*size)
+    except AssertionError as error:
+        if _ABOVE_THE_TOLERANCE not in str(error):
+            raise
+        for side, before in zip(compare.sides(), buffers, strict=True):
+            for name, buffer in side.module.named_buffers():
+                buffer.copy_(before[name])
+        if excess := _excess(compare, run, size):
+            raise AssertionError(f"{error} {excess}") from error
 
 
-def _excess(compare: Comparison, size: tuple[int, int]) -> str:
-    """Name the gradient that exceeds the tolerance and each error of eager's samples; "" if there is none."""
-    got, eager, exact = (side.train(*size).gradients for side in compare.sides())
-    samples = list(compare.eager.perturbed(*size))
+_ABOVE_THE_TOLERANCE = "against float64, allowed"
+
+
+def _excess(compare: Comparison, run: str, size: tuple[int, int]) -> str:
+    """Name the tensor that exceeds the tolerance and each error of eager's samples; "" if there is none."""
+    others = [_tensors(getattr(side, run)(*size)) for side in compare.eager.perturbed()]
+    got, eager, exact = (_tensors(getattr(side, run)(*size)) for side in compare.sides())
+    largest = largest_of({name: t for name, t in exact.items() if name.startswith(_GRADIENT)})
     for name, mine in got.items():
-        theirs, right = eager[name], exact[name]
-        if mine is None or theirs is None or right is None:
-            continue
-        error, allowed, _ = tolerance.error_and_bound(mine, theirs, right, largest_of(exact))
-        errors = [(t.double() - right).abs().max().item() for sample in samples if (t := sample[name]) is not None]
+        right = exact[name]
+        scale = largest if name.startswith(_GRADIENT) else 0.0
+        error, allowed, _ = tolerance.error_and_bound(mine, eager[name], right, scale)
+        errors = [tolerance.error_and_bound(other[name], other[name], right, scale)[0] for other in others]
         if error > max(allowed, *errors):
             return f"(eager's own with perturbed parameters: {max(errors):.3e}, for {name}: {error:.3e})"
     return ""
+
+
+_GRADIENT = "gradient "
+
+
+def _tensors(result: Result) -> dict[str, torch.Tensor]:
+    """All tensors of a result that rounding changes, by name."""
+    outputs = {f"output{path}": leaf for path, leaf in leaves(result.output) if isinstance(leaf, torch.Tensor)}
+    named = {f"{_GRADIENT}{name}": t for name, t in result.gradients.items()} | {"loss": result.loss}
+    named |= outputs | {f"buffer {name}": t for name, t in result.buffers.items()}
+    return {name: t.detach() for name, t in named.items() if t is not None and t.is_floating_point()}
 
 
 class _Side(Side):

@@ -166,6 +166,51 @@ def test_masks_are_sampled_in_eagers_order() -> None:
     assert_matches(seeded(module, x), seeded, eager, x)
 
 
+class PermutesImages(nn.Module):
+    """Images that a linear layer over their channels leaves in channels_last, before and behind convolutions."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.mixer = nn.Linear(8, 8)
+        self.inner = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.Dropout(drop))
+        self.wide = nn.Conv2d(8, 64, 3, padding=1)
+        self.head = nn.Conv2d(64, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        stem = self.stem(x)
+        mixed = self.mixer(stem.movedim(1, -1)).movedim(-1, 1)
+        inner = self.inner(mixed)
+        return stem, inner, inner + stem, stem + inner, inner.flatten(2), self.head(self.wide(inner))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 16, 16), (1, 3, 9, 11)], ids=str)
+def test_images_that_are_channels_last_in_eager_remain_so(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    eager = PermutesImages()
+    module = ORTModule(PermutesImages())
+    module.load_state_dict(eager.state_dict())
+    x = torch.randn(shape)
+    assert_matches(module(x), eager, x)
+    for got, expected in zip(module(x), eager(x), strict=True):
+        assert strides(got) == strides(expected)
+    assert CONVERSION in engine_of(module).newest().unit.forward.source
+
+
+def test_masks_of_images_that_are_channels_last_in_eager() -> None:
+    torch.manual_seed(0)
+    eager = PermutesImages(0.5)
+    module = ORTModule(PermutesImages(0.5), rng="torch")
+    module.load_state_dict(eager.state_dict())
+    x = torch.randn(2, 3, 8, 8)
+
+    def seeded(run: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)
+        return run(x)[1]  # type: ignore[no-any-return]
+
+    assert_matches(seeded(module, x), seeded, eager, x)
+
+
 def test_under_autocast() -> None:
     torch.manual_seed(0)
     eager = Residual()

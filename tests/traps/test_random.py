@@ -49,6 +49,11 @@ def unused(x: torch.Tensor) -> torch.Tensor:
     return F.dropout(x, 0.5)
 
 
+def pixels(x: torch.Tensor) -> torch.Tensor:
+    """Two channels [2 * length, 2] of each sequence, that are stored one pixel after the other."""
+    return F.pixel_shuffle(torch.cat([x, x], 2)[:, :, None, :8].permute(0, 3, 1, 2), 2)
+
+
 DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in place of a transpose": lambda x: F.dropout((x * 1).mT, 0.5, training=True, inplace=True),
     "one": lambda x: F.dropout(x, 0.3),
@@ -65,6 +70,7 @@ DROPOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         F.scaled_dot_product_attention(heads(F.dropout(x, 0.2)), heads(x), heads(x), dropout_p=0.3), 0.4
     ),
     "in place": lambda x: F.dropout(x * 2, 0.5, inplace=True),
+    "of shuffled pixels": lambda x: F.dropout(pixels(x), 0.5),
 }
 
 
@@ -106,6 +112,13 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "alpha in place": lambda x: F.alpha_dropout((x * 1).mT, 0.5, training=True, inplace=True),
     "gumbel": lambda x: F.gumbel_softmax(x, hard=True) * x,
     "randomized relu": lambda x: F.rrelu(x, training=True),
+    "dropout of what is pooled under no_grad": lambda x: (
+        x * F.dropout(torch.no_grad()(F.max_pool1d)(x.mT, 2), 0.5).sum(1)[:, None, :1]
+    ),
+    "dropout of what is pooled with a gradient": lambda x: F.dropout(F.max_pool1d(x.mT, 2), 0.5),
+    "dropout of what is pooled without a gradient": lambda x: (
+        x * F.dropout(F.max_pool1d(x.detach().mT, 2), 0.5).sum(1)[:, None, :1]
+    ),
     "noise and dropout": lambda x: F.dropout(x + torch.randn_like(x), 0.5) * torch.rand_like(x),
 }
 

@@ -361,6 +361,24 @@ OTHER_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "roll": lambda x: _channels_last(x).roll(1, 1),
     "roll of a turned image": lambda x: _turned(x).roll(1, 1),
     "one-hot": lambda x: F.one_hot((x[0, 0] > 0).long().t(), 2).to(x.dtype),
+    "pixels of channels-last channels": lambda x: F.pixel_shuffle(_channels_last(x.repeat(1, 4, 1, 1)), 2),
+    "pixels of a turned image": lambda x: F.pixel_shuffle(_turned(x.repeat(1, 4, 1, 1)), 2),
+    "channels of channels-last pixels": lambda x: F.pixel_unshuffle(_channels_last(x.repeat(1, 1, 2, 2)), 2),
+    "shuffled channels": lambda x: F.channel_shuffle(_channels_last(x.repeat(1, 2, 1, 1)), 2),
+    "shuffled channels of a turned image": lambda x: F.channel_shuffle(_turned(x.repeat(1, 2, 1, 1)), 2),
+    "shuffled channels of a volume": lambda x: torch.channel_shuffle(
+        x.repeat(1, 2, 1, 1)[..., None].repeat(1, 1, 1, 1, 2).contiguous(memory_format=torch.channels_last_3d), 2
+    ),
+    "a stack of channels-last images": lambda x: torch.stack([_channels_last(x)] * 2, 1),
+    "a stack of transposed matrices": lambda x: torch.stack([x[0, 0].t()] * 2, 1),
+    "rms norm of channels": lambda x: F.rms_norm(x.movedim(1, -1), (2,)).movedim(-1, 1),
+    "a sum of a transposed matrix and a product": lambda x: torch.addmm(
+        x[0, :2, 0].t(), x[0, :2, 0].t(), x[0, :2, 0, :2]
+    ),
+    "a sum of transposed matrices and products": lambda x: torch.baddbmm(x[0].mT, x[0].mT, x[0] @ x[0].mT),
+    "filling of a turned image": lambda x: _turned(x).masked_fill(_turned(x) > 0, 1.0),
+    "filling by a turned mask": lambda x: torch.masked_fill(x[0, 0], _turned(x) > 0, 1.0),
+    "pooling without a gradient": lambda x: F.max_pool1d(x.flatten(1, 2).mT, 2),
 }
 
 
@@ -377,16 +395,32 @@ def _strides(x: torch.Tensor) -> list[int]:
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
-class WritesThroughReshape(nn.Module):
+class Applies(nn.Module):
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.function(x)
+        return self.function(x)
+
+
+class WritesThroughReshape(Applies):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
         y.reshape(-1).mul_(2.0)
         y.transpose(0, -1).reshape(-1).add_(1.0)
         return y
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_results_have_eagers_strides(name: str) -> None:
+    """Of the operator itself, which no write makes contiguous."""
+    function = OTHER_LAYOUTS[name]
+    ours = ORTModule(Applies(function), rng="torch", fallback_policy="FALLBACK_DISABLE")
+    for sizes in ((2, 2, 4, 5), (3, 2, 1, 5)):
+        x = torch.randn(sizes)
+        assert_matches(ours(x), function, x)
+        assert _strides(ours(x)) == _strides(function(x))
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)

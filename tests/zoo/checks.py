@@ -92,12 +92,12 @@ class Side:
         gradients |= {name: t.grad for name, t in call.tensors() if t.requires_grad}
         return Result(output, loss.detach(), gradients, self._buffers(), [*states, random_state()])
 
-    def perturbed(self, batch: int, length: int) -> Iterator[Named]:
-        """The gradients of `train` with parameters that are perturbed by one rounding."""
+    def perturbed(self) -> Iterator[Side]:
+        """Sides whose parameters are perturbed by one rounding."""
         for module in tolerance.perturbed(self.module):
             side = copy.copy(self)
             side.module = side.run = module
-            yield side.train(batch, length).gradients
+            yield side
 
     def train_steps(self, make: Optimizer, count: int) -> dict[str, torch.Tensor]:
         """The parameters after some steps of an optimizer."""
@@ -132,7 +132,7 @@ class Comparison:
         compare_named(
             f"{self.entry} ({batch}, {length}) gradient",
             *(result.gradients for result in results),
-            samples=lambda: self.eager.perturbed(batch, length),
+            samples=lambda: (side.train(batch, length).gradients for side in self.eager.perturbed()),
         )
 
     def train_narrow(self, *sizes: tuple[int, int], chance: float = 1.5) -> None:

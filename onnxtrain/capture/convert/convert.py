@@ -24,6 +24,7 @@ from onnxtrain.capture.export.checkpoint_regions import REGION, checkpoint_regio
 from onnxtrain.capture.functionalize.autocast import refuse_hidden_casts
 from onnxtrain.capture.functionalize.composite_operators import record_size_guards
 from onnxtrain.capture.functionalize.functional_calls import ASSERTIONS_AND_SIZES, ITEM
+from onnxtrain.capture.functionalize.memory_order import memory_order
 from onnxtrain.capture.node_storage import COPY_OF, storages_of
 from onnxtrain.errors import GraphError, UnsupportedOperatorError
 from onnxtrain.graph import sizes
@@ -34,6 +35,7 @@ from onnxtrain.ops import FROM_TORCH, builder, definition_of
 from onnxtrain.ops.aten_node import Text, aten_call, aten_node, reads_strides
 from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.dtypes import ONNX_DTYPES
+from onnxtrain.ops.interfaces.memory_format import EAGERS_FORMAT
 from onnxtrain.ops.python_function.node import TORCH_OP as PYTHON_OP
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.decompositions import auto_functionalized
@@ -41,6 +43,7 @@ from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.tensors import is_contiguous_or_false
 
+_CHANNELS_LAST = [0, 2, 3, 1]  # the axes in their order in memory
 _MAX_LITERAL_SIZE = 64  # elements of a tensor constant that a traced gradient may contain
 
 
@@ -296,6 +299,8 @@ class _Walk:
                     todo="the module runs in PyTorch; this is a bug of the op's from_torch or shape function: please "
                     "report it with the module",
                 )
+            if value.producer() is not None and memory_order(example) == _CHANNELS_LAST:
+                value.metadata_props[EAGERS_FORMAT] = "channels_last"
             if value.const_value is None and got.shape != expected.shape and value.producer() is not None:
                 set_type(value, expected)  # equal under the guards; use PyTorch's expression from here on
 

@@ -163,7 +163,7 @@ def _batch_norm(fakes: Fakes, x: Any, weight: Any, bias: Any, *rest: Any) -> tup
     return fakes.like(x), fakes.like(x, x.shape[1:2]), fakes.like(x, x.shape[1:2])
 
 
-def _is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Decide as the kernels do (`is_channels_last_strides` in c10/core/MemoryFormat.h), by sizes of the call."""
     least = 0
     for axis in (1, *range(len(shape) - 1, 1, -1), 0) if len(shape) in (4, 5) and strides[1] else ():
@@ -191,7 +191,7 @@ def _in_suggested_format(fakes: Fakes, x: Any) -> FakeTensor | None:
     """Return a tensor like `x`, contiguous or channels-last as the kernels for CPUs choose; None for other operands."""
     if not fakes.are_supported(x, dtype=None) or x.fake_device.type != "cpu" or fakes.has_default_strides(x):
         return None
-    if _is_channels_last(list(map(example_size, x.shape)), list(map(example_size, x.stride()))):
+    if is_channels_last(list(map(example_size, x.shape)), list(map(example_size, x.stride()))):
         return fakes.like(x, strides=_channels_last_strides(x))
     return fakes.like(x)
 

@@ -36,6 +36,7 @@ from onnxtrain.graph.values import MICROSOFT, ONNX, TensorType, dtype_of, rank_o
 from onnxtrain.graph.verify import format_type
 from onnxtrain.ops.body_parts import int64_vector, reshaped, sum_over
 from onnxtrain.ops.constructors import define_pure
+from onnxtrain.ops.convolution.input_gradient import BLOCK, EXACT_CHANNELS, gradients_in_blocks
 from onnxtrain.ops.convolution.weight_gradient import LIBRARY, convolution_gradients
 from onnxtrain.ops.cost_model import Shapes, expected_seconds, widening_seconds
 from onnxtrain.ops.definition import STANDARD, Call, Gradient, Kernel, NodeView
@@ -269,7 +270,7 @@ def in_float32(lower: Callable[..., Call]) -> Kernel:
     )
 
 
-_EXACT_CHANNELS, _EXACT_CHANNELS_OF_POINTS = 48, 256
+_EXACT_CHANNELS_OF_POINTS = 256
 _MIN_CHANNELS_OF_POINTS = 12
 
 
@@ -277,10 +278,12 @@ def _prefers_channels_last(w: int) -> Callable[[ir.Node], bool]:
     """Return whether a node is faster in channels_last, and as exact as the tolerance requires.
 
     PyTorch's kernels for contiguous float32 images sum blocks of 16 channels separately, those for channels_last all in
-    a row. With n input channels (output channels in the gradient), the error of a result is sqrt(n / 16) times that of
-    a contiguous one if the kernel is larger than 1 x 1: 1.4 for 32, 1.96 for 64, 3.7 for 256. For 1 x 1, it is 1.0
-    times for 64, 1.1 to 2.6 times for 512 (AVX-512, AVX2). The tolerance is 2. Half precision rounds more than either.
-    The gradient of a 1 x 1 weight with 3 to 8 input channels has 1.9 to 4.3 times the error, with 12 or more 1.0 times.
+    a row. With n input channels (output channels in the gradient), the mean error of a result is sqrt(n / 16) times
+    that of a contiguous one if the kernel is larger than 1 x 1: 1.4 for 32, 1.7 for 48, 1.96 for 64; the largest error
+    1.6 to 1.9, 2.3 to 2.5, 2.7 to 3.3. With AVX2, only that of the images' gradient, which `input_gradient.py` computes
+    in blocks. For 1 x 1, it is 1.0 times for 64, 1.1 to 2.6 times for 512 (AVX-512, AVX2). The tolerance is 2. Half
+    precision rounds more than either. The gradient of a 1 x 1 weight with 3 to 8 input channels has 1.9 to 4.3 times
+    the error, with 12 or more 1.0 times.
 
     Args:
         w: the position of the weight among the inputs.
@@ -297,7 +300,7 @@ def _prefers_channels_last(w: int) -> Callable[[ir.Node], bool]:
         if kernel == [1, 1] and inner < _MIN_CHANNELS_OF_POINTS:
             return False
         channels = max(outer // node.attributes.get_int("group", 1), inner)
-        return channels <= (_EXACT_CHANNELS_OF_POINTS if kernel == [1, 1] else _EXACT_CHANNELS)
+        return channels <= (_EXACT_CHANNELS_OF_POINTS if kernel == [1, 1] else EXACT_CHANNELS)
 
     return prefers
 
@@ -531,6 +534,10 @@ def _lower_grad(n: NodeView, dy: Any, x: Any, w: Any, output_padding: list[int],
 
 
 def _lower_conv_grad(n: NodeView, dy: Any, x: Any, w: Any) -> Call:
+    if n.output_mask[0] and n.group == 1 and rank_of(n.x) == 4 and dtype_of(n.w) == ir.DataType.FLOAT:
+        channels, _, *kernel = sizes.dims_of(n.w)
+        if isinstance(channels, int) and BLOCK < channels <= EXACT_CHANNELS and kernel != [1, 1]:
+            return Call(gradients_in_blocks, dy, x, w, *_geometry(n), as_bools(n.output_mask))
     return _lower_grad(n, dy, x, w, [0] * (rank_of(n.x) - 2), False)
 
 

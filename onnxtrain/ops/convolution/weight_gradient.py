@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from onnxtrain.native import Library, pointers, read_sources
+from onnxtrain.ops.convolution.input_gradient import input_gradient
 
 LIBRARY = Library(
     "convolution", read_sources("vectors.h", "gemm_tile.h", "tiles.h", "convolution.cpp"), {"weight_gradient": "ppppi"}
@@ -64,8 +65,7 @@ def convolution_gradients(
     *geometry, mask = geometry_and_mask
     dx, dw, db = None, None, None
     if mask[0]:
-        only_x = (None, *geometry, False, [0, 0], 1, [True, False, False])
-        dx = torch.ops.aten.convolution_backward.default(dy, x, w, *only_x)[0]
+        dx = input_gradient(dy, x, w, *geometry)
     if mask[1]:
         dw = weight_gradient(dy, x, w, *geometry)
     if mask[2]:

@@ -23,5 +23,8 @@ class Images(NamedTuple):
     prefers_channels_last: Callable[[ir.Node], bool] | None = None
 
 
+# The key in the metadata of a value: "channels_last" if it has this memory format in eager PyTorch.
+EAGERS_FORMAT = "memory_format"
+
 # Kernels of an op without an entry read inputs of any memory format and write contiguous outputs.
 IMAGES = OpInterface[Images]("images", names=lambda images: images.values)
