@@ -39,6 +39,7 @@ from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects,
 from onnxtrain.capture.effects.written_views import WrittenView, written_views
 from onnxtrain.capture.export.advice import advice
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
+from onnxtrain.capture.export.packed_sequences import expected_sizes_of_padded
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.capture.export.traced_functions import TracedFunctions
@@ -379,6 +380,7 @@ def _export(
             wrapper.fakes.recording(),
             recording_grad_mode(),
             TracedFunctions(),
+            expected_sizes_of_padded(),
             tracing_blocks,
             logged_as_info(),
             printed_as_info(),
