@@ -190,9 +190,7 @@ def _direction(
     return sequences.reversed(y) if is_reverse else y, [end, *last]
 
 
-def _keeping_cell_states(
-    sequences: _Batch, x: Tensor, weights: Sequence[Tensor]
-) -> tuple[Tensor, Sequence[Tensor]]:
+def _keeping_cell_states(sequences: _Batch, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     """Add an input to an LSTM that is 1 at padding: it closes the input gate there, and opens the forget gate."""
     closes, opens, *others = weights[0].new_tensor([-_KEPT, _KEPT, 0.0, 0.0]).unbind()
     column = torch.stack([closes, opens, *others])[:, None].expand(4, weights[0].shape[0] // 4).reshape(-1, 1)

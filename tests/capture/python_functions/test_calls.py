@@ -1323,7 +1323,7 @@ def test_under_vmap_a_function_is_refused() -> None:
 
 
 def test_under_vmap_a_function_of_pytorch_s_is_traced() -> None:
-    """transformers makes masks so: an index that vmap batches is applied as PyTorch's own function."""
+    """An index that vmap batches is applied as PyTorch's own function, as in the masks of transformers."""
 
     def masked(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(x.size(0))
