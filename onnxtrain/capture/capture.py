@@ -217,9 +217,10 @@ class _Wrapper(torch.nn.Module):
                 expected="at least one tensor among the arguments or results",
                 todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",
             )
-        assigned_sizes, assigned = find_assigned_attributes(self.module, self.accesses.set_first())
+        set_first = self.accesses.set_first()
+        assigned_sizes, assigned = find_assigned_attributes(self.module, set_first)
         self.output.assigned, self.output.assigned_sizes = assigned, len(assigned_sizes)
-        side_effects.check(assigned.of(self.module))
+        side_effects.check(assigned.of(self.module), set_first)
         refuse_moved_results(leaves, [*tensors, *self.module.parameters(), *self.module.buffers()])
         layouts.check()
         buffers.write(leaves)

@@ -219,18 +219,23 @@ class SideEffects:
             elif type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict:
                 self._copy(value.__dict__, inner, copies, visited, depth - 1)
 
-    def check(self, assigned: Collection[Attribute]) -> None:
+    def check(self, assigned: Collection[Attribute], set_first: Collection[Attribute]) -> None:
         """Compare the state with that at entry of `watching`.
 
         Args:
             assigned: attributes that each call of the graph assigns.
+            set_first: attributes that forward set before it read them, as it does in each call.
 
         Raises:
             FirstCallError: forward added, replaced or removed a submodule, a parameter or a hook, or replaced None by
                 an object.
             SideEffectError: forward changed something else that `settle` cannot assign.
         """
-        names = {(id(m.__dict__), name) for m in self._module.modules() for owner, name in assigned if owner == id(m)}
+        tables = {id(m): id(m.__dict__) for m in self._module.modules()}
+        names, set_in_each_call = (
+            {(tables[owner], name) for owner, name in attributes if owner in tables}
+            for attributes in (assigned, set_first)
+        )
         changes = [
             change
             for path, holder, before in self._before
@@ -238,7 +243,7 @@ class SideEffects:
             if (id(change.holder), change.key) not in names
         ]
         for change in changes:
-            if change.is_of_first_call:
+            if change.is_of_first_call and (id(change.holder), change.key) not in set_in_each_call:
                 raise self._first_call_error(change)
         changes = [change for change in changes if not isinstance(change.holder, _Table)]
         if not all(change.is_assignment for change in changes):
