@@ -39,6 +39,7 @@ from onnxtrain.capture.effects.side_effects import SideEffectError, SideEffects,
 from onnxtrain.capture.effects.written_views import WrittenView, written_views
 from onnxtrain.capture.export.advice import advice
 from onnxtrain.capture.export.composite_shapes import shape_shortcuts
+from onnxtrain.capture.export.packed_sequences import expected_sizes_of_padded
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.capture.export.traced_functions import TracedFunctions
@@ -210,9 +211,10 @@ class _Wrapper(torch.nn.Module):
                 expected="at least one tensor among the arguments or results",
                 todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",
             )
-        assigned_sizes, assigned = find_assigned_attributes(self.module, self.accesses.set_first())
+        set_first = self.accesses.set_first()
+        assigned_sizes, assigned = find_assigned_attributes(self.module, set_first)
         self.output.assigned, self.output.assigned_sizes = assigned, len(assigned_sizes)
-        side_effects.check(assigned.of(self.module))
+        side_effects.check(assigned.of(self.module), set_first)
         refuse_moved_results(leaves, [*tensors, *self.module.parameters(), *self.module.buffers()])
         layouts.check()
         buffers.write(leaves)
@@ -391,6 +393,7 @@ def _export(
             wrapper.fakes.recording(),
             recording_grad_mode(),
             TracedFunctions(),
+            expected_sizes_of_padded(),
             tracing_blocks,
             logged_as_info(),
             printed_as_info(),

@@ -214,20 +214,24 @@ def uncapturable_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Callable[
     """Yield the kind and the function of each hook of a module, without its submodules, that a graph would not run."""
     for attribute, kind in _HOOKS.items():
         for hook in getattr(module, attribute).values():
-            if not _is_harmless(hook):
+            if not runs_with_forward(hook):
                 yield kind, hook
 
 
-def _is_harmless(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook can be captured.
+# By their module and name: hooks of libraries whose whole effect is what a capture sees.
+_LIBRARY_HOOKS = frozenset(
+    {
+        ("transformers.modeling_utils", "make_inputs_require_grads"),  # on the embeddings, for gradient checkpointing
+        ("transformers.utils.output_capturing", "output_capturing_hook"),  # collects the hidden states of a call
+    }
+)
 
-    That is one of onnxtrain's, one of PyTorch's parallel styles, or one that only makes an output require a gradient.
 
-    transformers registers the latter on the embeddings when gradient checkpointing is turned on.
-    """
+def runs_with_forward(hook: Callable[..., Any]) -> bool:
+    """Return whether a capture may run a hook with forward: one of onnxtrain's, of a parallel style or of a library."""
     if getattr(hook, "_onnxtrain_runs_in_graph", False) or is_hook_of_style(hook):
         return True
-    return hook.__module__ == "transformers.modeling_utils" and hook.__name__ == "make_inputs_require_grads"
+    return (hook.__module__, getattr(hook, "__name__", "")) in _LIBRARY_HOOKS
 
 
 def _packs_padding(module: torch.nn.Module) -> bool:

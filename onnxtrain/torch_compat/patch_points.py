@@ -126,6 +126,15 @@ TENSOR_READS = tuple(
     for name in ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
 )
 TENSOR_ITEM = TENSOR_READS[0]
+EXPECTED_HIDDEN_SIZE, EXPECTED_CELL_SIZE = (
+    PatchPoint(
+        f"torch.nn.modules.rnn:{name}",
+        "a recurrent module reads the batch size of a packed sequence as a number",
+        "a graph of packed sequences is for one batch size",
+        parameters="self input batch_sizes",
+    )
+    for name in ("RNNBase.get_expected_hidden_size", "LSTM.get_expected_cell_size")
+)
 FROM_NUMPY = PatchPoint("torch:from_numpy", "an array that a function of the graph samples becomes its tensor")
 FILL_DIAGONAL = PatchPoint(
     "torch:Tensor.fill_diagonal_", "it uses the tensor's strides, which functionalization ignores"

@@ -16,12 +16,22 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
     "BltConfig": {"encoder_hash_byte_group_vocab": 64},
     "BrosConfig": {"hidden_size": 64},  # the sinusoids have an eighth of a quarter of it
     "ChameleonConfig": {"vocabulary_map": {"<image>": 3}},
+    "CohereCompassTextConfig": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
     "CvtConfig": {"depth": [1, 2, 3]},  # a stage reads the dropout rate at its own index among its layers
     "DINOv3ConvNextConfig": {"hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1]},
     "DeepseekVLConfig": {"image_token_id": 3},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "DepthProConfig": {"patch_size": 32},
     "Dots1Config": {"n_shared_experts": 1},
+    "Data2VecVisionConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "DbrxAttentionConfig": {"kv_n_heads": 4, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    "DepthAnythingConfig": {"reassemble_hidden_size": 32},
+    "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "DonutSwinConfig": {"patch_size": 2, "window_size": 2},
     "EfficientNetConfig": _EFFICIENTNET,
     "Emu3Config": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 4}},
@@ -39,6 +49,7 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},  # a quarter of the text model's width
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
+    "GlmAsrEncoderConfig": {"intermediate_size": 128},  # four frames make an embedding
     "GraniteSpeechEncoderConfig": {"input_dim": 16},
     "GraniteSpeechPlusEncoderConfig": {"input_dim": 16},
     "HGNetV2Config": {
@@ -75,8 +86,11 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
     "MimiConfig": {"upsample_groups": 32, "vector_quantization_hidden_dimension": 32, "num_quantizers": 2},
     "Molmo2VisionConfig": {"image_size": [32, 32], "num_position_embeddings": 16},
     "MuseSparkAudioConfig": {"num_hidden_layers": 4},
+    "MobileViTV2Config": {"image_size": 128},
+    "MllamaVisionConfig": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96},
     "NemotronConfig": {"num_key_value_heads": 4},
     "NeoMMEConfig": {"head_dim": 16},
+    "PromptDepthAnythingConfig": {"reassemble_hidden_size": 32},
     "PerceiverConfig": {"num_cross_attention_heads": 1, "num_latents": 8},
     # Training takes lengths that are multiples of the chunks: both of the sweep's are.
     "ReformerConfig": {
@@ -88,6 +102,7 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
         "lsh_attn_chunk_length": 3,
         "num_buckets": 2,
     },
+    "Qwen3ASREncoderConfig": {"output_dim": 32},
     "Sapiens2HeadConfig": {
         "upsample_out_channels": [32],
         "upsample_kernel_sizes": [4],
@@ -95,11 +110,16 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
         "conv_kernel_sizes": [1],
     },
     "SwitchTransformersConfig": _DECODER_START,
+    "ShieldGemma2Config": {"yes_token_index": 11, "no_token_index": 12},
+    "SwinConfig": {"patch_size": 2, "window_size": 2},
     "Swinv2Config": {"patch_size": 2, "window_size": 2},
     "T5Config": _DECODER_START,
+    "TextNetConfig": {"hidden_sizes": [64, 64, 128, 256, 512], "image_size": [64, 64]},
     "UdopConfig": _DECODER_START,
     "VipLlavaConfig": {"vision_feature_layers": [-2, -1]},
     "VitPoseBackboneConfig": {"num_experts": 1},
+    "VoxtralConfig": {"audio_token_id": 10},
+    "VoxtralEncoderConfig": {"intermediate_size": 128},  # four frames make an embedding
     "XmodConfig": {"default_language": "en_XX"},
     "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"]},
     "ZambaConfig": {
@@ -108,6 +128,7 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
     },
+    "ZoeDepthConfig": {"bottleneck_features": 32},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
 # By the name of a model class.

@@ -120,6 +120,7 @@ SIZES: dict[str, Any] = {
     "feature_projection_input_dim": 16,
     "context_length": 16,
     "prediction_length": 4,
+    "image_grid_pinpoints": [[IMAGE, IMAGE]],
 }
 # Special tokens beyond the small vocabulary would index outside of the embeddings.
 _TOKENS = ("_token_id", "_token_index", "_token_ids", "_idx")
@@ -207,6 +208,8 @@ def _small(name: str, default: Any, special_tokens: Iterator[int]) -> Any:
     if name == "patch_size" and isinstance(default, int) and default < PATCH:
         return None
     if name in SIZES and default != 0 and (default is None or isinstance(default, (int, float, bool))):
+        return SIZES[name]
+    if name == "image_grid_pinpoints":
         return SIZES[name]
     if name in _BY_STAGE and isinstance(default, (list, tuple)):
         return [_of_stage(name, stage) for stage in range(len(default))]

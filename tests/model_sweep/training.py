@@ -187,8 +187,11 @@ class _Side(Side):
 
 
 def _seed_by_the_last() -> int:
-    """Seed the generator as `torch.seed` does, but determined by the last seed."""
-    torch.manual_seed(torch.initial_seed() + 1)
+    """Seed the generator as `torch.seed` does, but determined by the last seed.
+
+    By the generator's own method: a capture refuses `torch.manual_seed` in forward, and names the first caller.
+    """
+    torch.default_generator.manual_seed(torch.initial_seed() + 1)
     return torch.initial_seed()
 
 

@@ -71,13 +71,15 @@ class UsesNumpy(Base):
 
 
 class Packs(nn.Module):
+    """Packs sequences that are all shorter than the padded tensor."""
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Module()
         self.inner.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        lengths = torch.arange(x.shape[1], x.shape[1] - x.shape[0], -1).clamp(min=1)
+        lengths = torch.arange(x.shape[1] - 1, x.shape[1] - 1 - x.shape[0], -1).clamp(min=1)
         packed = pack_padded_sequence(x, lengths, batch_first=True)  # here
         states, _ = pad_packed_sequence(self.inner.rnn(packed)[0], batch_first=True)  # or here
         return states

@@ -9,7 +9,10 @@ before the export continues.
 * A forward that assigns in every call (`self.calls += 1`) always runs in PyTorch, which does so.
 * `assigned_attributes.py` repeats the assignments to attributes of modules that forward does not read before.
 * A call in which forward adds, replaces or removes submodules or parameters runs in PyTorch, which initializes them.
-  The next call is captured.
+  The next call is captured. So is that after a call in which forward replaces None by an object
+  (`if self.table is None: self.table = [...]`): PyTorch makes it.
+* A hook that forward registers belongs to the assignments of the first call if a capture may run it with forward, as
+  that of transformers which collects hidden states; otherwise that call runs in PyTorch, too.
 
 Globals that forward assigns are treated as attributes are. They and what else is assigned are part of the key as what
 forward reads is: a graph runs only where they have the values already (`global mode; mode = "a" if len(x) > 3 …`).
@@ -28,6 +31,7 @@ import torch
 
 from onnxtrain.capture.key.attribute_accesses import Attribute
 from onnxtrain.capture.key.surroundings import Surroundings
+from onnxtrain.capture.refusals import runs_with_forward
 from onnxtrain.errors import CaptureError
 
 # PyTorch's own bookkeeping. `assigned_buffers.py` decides how forward may change buffers.
@@ -70,13 +74,26 @@ class _Change:
 
     holder: Any
     key: Any
+    before: Any
     after: Any
     text: str
 
     @property
     def is_assignment(self) -> bool:
-        """Whether it assigns an immutable value to an attribute, an item of a dict or a global."""
+        """Whether it assigns an immutable value to an attribute, an item of a dict or a global, or a hook."""
+        if isinstance(self.holder, _Hooks):
+            return self.after is not _REMOVED and (isinstance(self.after, IMMUTABLE) or runs_with_forward(self.after))
         return isinstance(self.holder, dict | _Globals) and isinstance(self.after, IMMUTABLE)
+
+    @property
+    def is_of_first_call(self) -> bool:
+        """Whether it is one that PyTorch makes in a call, after which later calls find it."""
+        if isinstance(self.holder, _Table):
+            return not self.holder.are_buffers
+        if isinstance(self.holder, _Hooks):
+            return not self.is_assignment
+        is_made = self.before is None and self.after is not _REMOVED and not isinstance(self.after, IMMUTABLE)
+        return is_made and isinstance(self.holder, dict)
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,27 @@ class _Table:
         keys = dict.fromkeys((*before, *self.items))
         values = [(key, before.get(key, _REMOVED), self.items.get(key, _REMOVED)) for key in keys]
         return [
-            _Change(self, key, new, f"{_join(path, key)}: {_show(old)} → {_show(new)}")
+            _Change(self, key, old, new, f"{_join(path, key)}: {_show(old)} → {_show(new)}")
+            for key, old, new in values
+            if old is not new
+        ]
+
+
+@dataclass(frozen=True)
+class _Hooks:
+    """A table of hooks of a module, or of properties of its hooks."""
+
+    items: OrderedDict[Any, Any]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+
+    def changes(self, path: str, before: dict[Any, Any]) -> list[_Change]:
+        keys = dict.fromkeys((*before, *self.items))
+        values = [(key, before.get(key, _REMOVED), self.items.get(key, _REMOVED)) for key in keys]
+        where = path or "the module itself"
+        return [
+            _Change(self, key, old, new, f"a hook of {where}: {_show(old)} → {_show(new)}")
             for key, old, new in values
             if old is not new
         ]
@@ -146,15 +183,10 @@ class SideEffects:
         """
         self._changes = []
         self._before = self._snapshot()
-        hooks = [(table, table.copy()) for m in self._module.modules() for table in _hook_tables(m)]
         try:
             yield
         finally:
             _restore(self._before)
-            for table, before in hooks:
-                if table.keys() != before.keys():
-                    table.clear()
-                    table.update(before)
 
     def _snapshot(self) -> list[_Copy]:
         copies: list[_Copy] = []
@@ -165,6 +197,7 @@ class SideEffects:
                 items = submodule.__dict__[table]
                 if isinstance(items, dict):  # TorchScript's are views of its own tables, which do not change
                     copies.append((name, _Table(items, are_buffers=table == "_buffers"), dict(items)))
+            copies += [(name, _Hooks(table), dict(table)) for table in _hook_tables(submodule)]
         copies += [(f"global {name}", names, names.copy()) for name, names in self._globals]
         return copies
 
@@ -186,26 +219,33 @@ class SideEffects:
             elif type(value).__module__ != "builtins" and type(getattr(value, "__dict__", None)) is dict:
                 self._copy(value.__dict__, inner, copies, visited, depth - 1)
 
-    def check(self, assigned: Collection[Attribute]) -> None:
+    def check(self, assigned: Collection[Attribute], set_first: Collection[Attribute]) -> None:
         """Compare the state with that at entry of `watching`.
 
         Args:
             assigned: attributes that each call of the graph assigns.
+            set_first: attributes that forward set before it read them, as it does in each call.
 
         Raises:
-            FirstCallError: forward added, replaced or removed a submodule or parameter.
+            FirstCallError: forward added, replaced or removed a submodule, a parameter or a hook, or replaced None by
+                an object.
             SideEffectError: forward changed something else that `settle` cannot assign.
         """
-        changes = [change for path, holder, before in self._before for change in _changes(path, holder, before)]
-        for change in changes:
-            if isinstance(change.holder, _Table) and not change.holder.are_buffers:
-                raise self._first_call_error(change)
-        names = {(id(m.__dict__), name) for m in self._module.modules() for owner, name in assigned if owner == id(m)}
+        tables = {id(m): id(m.__dict__) for m in self._module.modules()}
+        names, set_in_each_call = (
+            {(tables[owner], name) for owner, name in attributes if owner in tables}
+            for attributes in (assigned, set_first)
+        )
         changes = [
             change
-            for change in changes
-            if not isinstance(change.holder, _Table) and (id(change.holder), change.key) not in names
+            for path, holder, before in self._before
+            for change in _changes(path, holder, before)
+            if (id(change.holder), change.key) not in names
         ]
+        for change in changes:
+            if change.is_of_first_call and (id(change.holder), change.key) not in set_in_each_call:
+                raise self._first_call_error(change)
+        changes = [change for change in changes if not isinstance(change.holder, _Table)]
         if not all(change.is_assignment for change in changes):
             raise SideEffectError(*self._problem(changes))
         self._changes = changes
@@ -286,7 +326,7 @@ def _restore(copies: Sequence[_Copy]) -> None:
         elif isinstance(holder, set):
             holder.clear()
             holder.update(before)
-        elif isinstance(holder, _Table):
+        elif isinstance(holder, _Table | _Hooks):
             holder.items.clear()
             holder.items.update(before)
         else:
@@ -297,13 +337,13 @@ def _restore(copies: Sequence[_Copy]) -> None:
 
 def _changes(path: str, holder: Any, before: Any) -> list[_Change]:
     """Return the items that are neither the same object as before nor an equal immutable value."""
-    if isinstance(holder, _Table):
+    if isinstance(holder, _Table | _Hooks):
         return holder.changes(path, before)
     if isinstance(holder, dict | _Globals):
         keys = [key for key in (*before, *(k for k in holder if k not in before)) if key not in _IGNORED]
         items = [(key, before.get(key, _REMOVED), holder.get(key, _REMOVED)) for key in keys]
         return [
-            _Change(holder, key, new, f"{_join(path, key)}: {_show(old)} → {_show(new)}")
+            _Change(holder, key, old, new, f"{_join(path, key)}: {_show(old)} → {_show(new)}")
             for key, old, new in items
             if not _is_unchanged(old, new)
         ]
@@ -312,7 +352,7 @@ def _changes(path: str, holder: Any, before: Any) -> list[_Change]:
         if isinstance(holder, set)
         else all(_is_unchanged(a, b) for a, b in zip(before, holder, strict=True))
     )
-    return [] if is_unchanged else [_Change(holder, None, list(holder), f"the content of {path}")]
+    return [] if is_unchanged else [_Change(holder, None, before, list(holder), f"the content of {path}")]
 
 
 def _is_unchanged(before: Any, after: Any) -> bool:

@@ -182,7 +182,7 @@ def _run_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *args: A
 
 def _refuse_in_transform(owner: int, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != owner or is_uncaptured():
+        if threading.get_ident() != owner or is_uncaptured() or cls.__module__.startswith(_PYTORCH_MODULES):
             return original(cls, *args, **kwargs)
         raise CaptureError(
             f"the custom autograd.Function {qualified_name(cls)} is applied inside a torch.func transform",

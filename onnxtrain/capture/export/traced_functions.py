@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from onnxtrain.capture.export import constant_masks, size_tensors
+from onnxtrain.capture.export import constant_masks, packed_sequences, size_tensors
 from onnxtrain.capture.export.meta_functions import is_channels_last
 from onnxtrain.capture.node_storage import example_size
 
@@ -58,9 +59,16 @@ def _in_logical_order(x: torch.Tensor) -> torch.Tensor:
     return x if strides == sorted(strides, reverse=True) else x.contiguous()
 
 
+def _getitem(original: Callable[..., Any], x: torch.Tensor, index: Any) -> Any:
+    masked = partial(constant_masks.REPLACEMENTS[torch.Tensor.__getitem__], original)
+    return packed_sequences.getitem(masked, x, index)
+
+
 _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     **constant_masks.REPLACEMENTS,
     **size_tensors.REPLACEMENTS,
+    **packed_sequences.REPLACEMENTS,
+    torch.Tensor.__getitem__: _getitem,
     functional.one_hot: _one_hot,
     functional.max_pool1d: _max_pool1d,
     torch.channel_shuffle: _channel_shuffle,

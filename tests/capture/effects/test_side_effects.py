@@ -17,6 +17,7 @@ from torch import nn
 
 from onnxtrain import FallbackPolicy, ORTModule
 from onnxtrain.capture.effects.side_effects import FirstCallError
+from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_matches
 from tests.zoo.checks import compared, count_captures
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
@@ -452,3 +453,64 @@ def test_a_hook_that_forward_registers_is_registered_once() -> None:
             got = model(x)
         torch.testing.assert_close(got, eager(x))
         assert len(wrapped.inner._forward_hooks) == 1
+
+
+class CollectsStates(nn.Module):
+    """Collects hidden states by a hook that it registers in its first call, and a flag tells that it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.is_hooked = nn.Linear(3, 3), False
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        output_capturing = pytest.importorskip("transformers.utils.output_capturing")
+        states: list[torch.Tensor] = []
+        if not self.is_hooked:
+            output_capturing.install_output_capuring_hook(self.inner, "states", 0)
+            self.is_hooked = True
+        token = output_capturing._active_collector.set({"states": states})
+        try:
+            y = self.inner(x)
+        finally:
+            output_capturing._active_collector.reset(token)
+        return [y.tanh(), *states]
+
+
+@pytest.mark.filterwarnings("error:.*runs in PyTorch:UserWarning")
+def test_a_hook_that_runs_with_forward_is_registered_with_what_tells_of_it() -> None:
+    module = CollectsStates()
+    model, x = ORTModule(module), torch.randn(2, 3)
+    for _ in range(3):
+        got = model(x)
+        assert len(got) == 2
+        assert_matches(got, lambda module, x: module(x), module, x)
+        assert len(module.inner._forward_hooks) == 1
+    assert engine_of(model).captures == 1
+
+
+class MakesTable(nn.Module):
+    """Makes a list of tensors in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.tables: list[torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tables is None:
+            self.tables = [torch.arange(3.0), torch.arange(3.0) / 2]
+        return self.inner(x) * self.tables[0] + self.tables[1]  # type: ignore[no-any-return]
+
+
+def test_a_forward_that_makes_an_object_in_its_first_call_is_a_graph_from_the_second_on() -> None:
+    module = MakesTable()
+    model, x = ORTModule(module), torch.randn(2, 3)
+    with pytest.warns(UserWarning, match="the next one is captured"):
+        model(x)
+    assert module.tables is not None
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = model(x)
+        assert_matches(got, lambda module, x: module(x), module, x)
+    assert engine_of(model).captures == 1

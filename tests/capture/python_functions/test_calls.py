@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.amp import custom_bwd, custom_fwd
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -1319,6 +1320,18 @@ def test_under_vmap_a_function_is_refused() -> None:
     text = refused(lambda m, x: torch.vmap(Maps.apply)(x), "inside a torch.func transform")
     assert "Maps" in text
     assert "test_calls.py" in text
+
+
+def test_under_vmap_a_function_of_pytorch_s_is_traced() -> None:
+    """An index that vmap batches is applied as PyTorch's own function, as in the masks of transformers."""
+
+    def masked(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.size(0))
+        with TransformGetItemToIndex():
+            mask = torch.vmap(lambda i: (x[i] > 0).all() | (positions > i))(positions)
+        return torch.where(mask[:, :1], x * 2, x)
+
+    check(masked, sizes=(2, 5))
 
 
 def test_tensors_hidden_in_objects_are_refused() -> None:
