@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.sample_ranges import certain_answer
 from onnxtrain.capture.guards.size_decisions import is_by_user
+from onnxtrain.capture.guards.sizes_from_inputs import read_sizes_from_inputs, slice_length
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.node import TORCH_OP
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
@@ -48,12 +49,11 @@ class _Condition:
 
     Attributes:
         expression: the expression, over the symbols of a trace.
-        values: its data-dependent symbols, whose values the graph of a decision computes.
-        evaluate: computes its value from the flat inputs of a call and those values.
+        evaluate: computes its value from the flat inputs of a call and from the values of its data-dependent symbols,
+            which the graph of a decision computes in the order of their names.
     """
 
     expression: sympy.Basic
-    values: tuple[Any, ...]
     evaluate: Callable[[Sequence[torch.Tensor], Sequence[Any]], int]
 
 
@@ -244,7 +244,7 @@ class ElementDecisions:
             CaptureError: the tensor depends on more than the arguments, or takes too many operators to compute.
         """
         condition = None if self._expression is None else _condition(program, self._expression)
-        graph, lifted = _guard(program, self._where, len(self.answered), condition)
+        graph, lifted = _guard(program, self._where, len(self.answered))
         answer = _answer(graph, lifted, self._tensors, condition)
         self.answered.append(ElementDecision(graph, lifted, answer, self._where, condition))
 
@@ -279,7 +279,7 @@ def _condition(program: ExportedProgram, expr: Any) -> _Condition:
     # sympy prints 15 digits, and 17 are exact.
     spelled.update({number: sympy.Symbol(repr(float(number)), real=True) for number in expr.atoms(sympy.Float)})
     evaluate: Callable[..., int] = eval(f"lambda tensors, values: {python_source(expr.xreplace(spelled))}")
-    return _Condition(expr, tuple(symbols), evaluate)
+    return _Condition(expr, evaluate)
 
 
 def _is_decidable(expr: Any) -> bool:
@@ -294,19 +294,18 @@ def _is_decidable(expr: Any) -> bool:
     return is_exact and bool(expr.is_integer)
 
 
-def _guard(
-    program: ExportedProgram, where: str, answered: int, condition: _Condition | None
-) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
+def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
     graph = program.graph_module
-    if condition is not None:
-        _read_where_introduced(graph.graph, condition.values)
+    kinds = [spec.kind for spec in program.graph_signature.input_specs]
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    inputs = [node for node, kind in zip(placeholders, kinds, strict=True) if kind == InputKind.USER_INPUT]
+    read_sizes_from_inputs(graph.graph, inputs)
     for node in reversed(graph.graph.nodes):
         if not node.users and _is_dead(node):
             graph.graph.erase_node(node)
     _write_into_copies(graph.graph)
     graph.recompile()
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     lifted: list[Any] = []
     reads_parameters = False
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
@@ -324,26 +323,6 @@ def _guard(
             todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
         )
     return graph, tuple(lifted)
-
-
-def _read_where_introduced(graph: torch.fx.Graph, symbols: Sequence[Any]) -> None:
-    """Let the results be the sizes of the tensors that introduce these symbols, not of tensors computed from those."""
-    introduced = {s: (node, path) for node in graph.nodes for s, path in node.meta.get("unbacked_bindings", {}).items()}
-    (results,) = graph.output_node().args
-    for result, symbol in zip(results, symbols, strict=True):  # type: ignore[arg-type]
-        if symbol in introduced and isinstance(result, torch.fx.Node):
-            with graph.inserting_before(result):
-                result.update_arg(0, _at(graph, *introduced[symbol]))
-
-
-def _at(graph: torch.fx.Graph, node: torch.fx.Node, path: Sequence[Any]) -> torch.fx.Node:
-    """Insert the nodes of what is at a path of a result, as PyTorch records it: `.size()`, then `[0]`."""
-    for key in path:
-        if hasattr(key, "name"):
-            node = graph.call_method(key.name, (node,))
-        else:
-            node = graph.call_function(operator.getitem, (node, key.idx))
-    return node
 
 
 def _write_into_copies(graph: torch.fx.Graph) -> None:
@@ -405,7 +384,7 @@ def _is_pure(node: torch.fx.Node) -> bool:
     if target is TORCH_OP:
         return False
     if not isinstance(target, OpOverload):
-        return getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
+        return target is slice_length or getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
     return torch.Tag.nondeterministic_seeded not in target.tags and all(map(_is_temporary, _written(node)))
 
 
