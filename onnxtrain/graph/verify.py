@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph.signatures import attributes_key
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, type_of
 
 
@@ -119,7 +120,7 @@ class _Verifier:
 
     def _key(self, node: ir.Node) -> Hashable | None:
         """Return a key of everything that the checks of a node depend on; None if it is too expensive to compare."""
-        attributes = _attributes_key(node)
+        attributes = attributes_key(node)
         if attributes is None:
             return None
         for value in (*node.inputs, *node.outputs):
@@ -143,7 +144,7 @@ class _Verifier:
 
     def _key_of_integers(self, value: ir.Value) -> Hashable:
         node = value.producer()
-        attributes = None if node is None else _attributes_key(node)
+        attributes = None if node is None else attributes_key(node)
         if node is None or attributes is None or any(v is None or v.shape is None for v in node.inputs):
             return value  # by identity
         inputs = tuple(map(self._input_key, node.inputs))
@@ -162,21 +163,6 @@ class _Verifier:
         _verify_outputs(node, definition)
         if node.domain == ONNX:
             verify_standard(node, self._opset)
-
-
-def _attributes_key(node: ir.Node) -> Hashable | None:
-    attributes: list[Hashable] = []
-    for attribute in node.attributes.data.values():
-        if attribute.type not in _COMPARED:
-            return None
-        value = attribute.value
-        attributes.append((attribute.name, attribute.type, tuple(value) if isinstance(value, list) else value))
-    return tuple(attributes)
-
-
-_COMPARED = frozenset(
-    getattr(ir.AttributeType, kind) for kind in ("INT", "INTS", "FLOAT", "FLOATS", "STRING", "STRINGS")
-)
 
 
 def _fault(
