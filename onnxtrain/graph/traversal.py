@@ -50,7 +50,7 @@ def has_subgraphs(node: ir.Node) -> bool:
 
 
 def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Yield the nodes of a graph, each followed by those of its subgraphs; `graph.all_nodes()` takes four times as long."""
+    """Yield the nodes of a graph, each before those of its subgraphs; `graph.all_nodes()` takes four times as long."""
     for node in graph:
         yield node
         if has_subgraphs(node):
