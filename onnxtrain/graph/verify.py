@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes, traversal
+from onnxtrain.graph.signatures import attributes_key
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, type_of
 
 
@@ -82,12 +83,15 @@ def format_type(tensor_type: TensorType) -> str:
     return f"{tensor_type.dtype.name.lower()}[{', '.join(map(str, tensor_type.shape))}]"
 
 
+_UNTYPED = object()  # in place of the key of a value without a type
+
+
 class _Verifier:
     def __init__(self, definitions: Definitions, opset: int, verified: set[Hashable]) -> None:
         self._definitions = definitions
         self._opset = opset
         self._verified = verified
-        self._integers: dict[ir.Value, Hashable] = {}  # the keys of computed sizes and axes
+        self._keys: dict[ir.Value, Hashable] = {}  # see `_value_key`
 
     def verify(self, graph: ir.Graph, outer: set[ir.Value]) -> None:
         """Check a graph whose nodes may read the values of `outer`."""
@@ -100,9 +104,8 @@ class _Verifier:
             for read in node.inputs:
                 if read is not None and read not in ready:
                     raise _not_ready(node, read, graph)
-            if node.attributes.data:
-                for inner in traversal.subgraphs(node):
-                    self.verify(inner, ready)
+            for inner in traversal.subgraphs(node) if traversal.has_subgraphs(node) else ():
+                self.verify(inner, ready)
             self._verify_once(node)
             ready.update(node.outputs)
         for value in graph.outputs:
@@ -119,34 +122,36 @@ class _Verifier:
 
     def _key(self, node: ir.Node) -> Hashable | None:
         """Return a key of everything that the checks of a node depend on; None if it is too expensive to compare."""
-        attributes = _attributes_key(node)
+        attributes = attributes_key(node)
         if attributes is None:
             return None
-        for value in (*node.inputs, *node.outputs):
-            if value is not None and (value.dtype is None or value.shape is None):
-                return None
-        outputs = [(value.dtype, sizes.dims_of(value), value.const_value) for value in node.outputs]
-        inputs = [self._input_key(value) for value in node.inputs]
-        return self._opset, node.domain, node.op_type, attributes, tuple(inputs), tuple(outputs)
-
-    def _input_key(self, value: ir.Value | None) -> Hashable:
-        """Return a key of an input. An inferred shape may depend on the nodes that compute sizes and axes."""
-        if value is None:
+        inputs = tuple(None if value is None else self._value_key(value) for value in node.inputs)
+        outputs = tuple(map(self._value_key, node.outputs))
+        if _UNTYPED in inputs or _UNTYPED in outputs:
             return None
-        dims, dtype, constant = sizes.dims_of(value), value.dtype, value.const_value
-        if constant is not None or dtype is not ir.DataType.INT64 or len(dims) > 1:
-            return dtype, dims, constant
-        key = self._integers.get(value)
+        return self._opset, node.domain, node.op_type, attributes, inputs, outputs
+
+    def _value_key(self, value: ir.Value) -> Hashable:
+        """Return a key of a value's type and data, or `_UNTYPED`; cached, because several nodes read a value.
+
+        An inferred shape may depend on the nodes that compute sizes and axes.
+        """
+        key = self._keys.get(value)
         if key is None:
-            key = self._integers[value] = self._key_of_integers(value)
-        return dims, key
+            dtype = value.dtype
+            if dtype is None or value.shape is None:
+                return _UNTYPED
+            dims, constant = sizes.dims_of(value), value.const_value
+            is_integers = constant is None and dtype is ir.DataType.INT64 and len(dims) <= 1
+            key = self._keys[value] = (dtype, dims, self._key_of_integers(value) if is_integers else constant)
+        return key
 
     def _key_of_integers(self, value: ir.Value) -> Hashable:
         node = value.producer()
-        attributes = None if node is None else _attributes_key(node)
+        attributes = None if node is None else attributes_key(node)
         if node is None or attributes is None or any(v is None or v.shape is None for v in node.inputs):
             return value  # by identity
-        inputs = tuple(map(self._input_key, node.inputs))
+        inputs = tuple(self._value_key(v) for v in node.inputs if v is not None)
         return node.domain, node.op_type, attributes, inputs, value.index(), value.meta.get("sizes")
 
     def _verify_node(self, node: ir.Node) -> None:
@@ -162,21 +167,6 @@ class _Verifier:
         _verify_outputs(node, definition)
         if node.domain == ONNX:
             verify_standard(node, self._opset)
-
-
-def _attributes_key(node: ir.Node) -> Hashable | None:
-    attributes: list[Hashable] = []
-    for attribute in node.attributes.data.values():
-        if attribute.type not in _COMPARED:
-            return None
-        value = attribute.value
-        attributes.append((attribute.name, attribute.type, tuple(value) if isinstance(value, list) else value))
-    return tuple(attributes)
-
-
-_COMPARED = frozenset(
-    getattr(ir.AttributeType, kind) for kind in ("INT", "INTS", "FLOAT", "FLOATS", "STRING", "STRINGS")
-)
 
 
 def _fault(
@@ -201,12 +191,14 @@ def _not_ready(node: ir.Node, value: ir.Value, graph: ir.Graph) -> GraphError:
 def _verify_names(graph: ir.Graph) -> None:
     values: list[str | None] = [v.name for v in dict.fromkeys((*graph.inputs, *graph.initializers.values()))]
     nodes: list[str | None] = []
-    for node in graph.all_nodes():
+    for node in traversal.all_nodes(graph):
         nodes.append(node.name)
         values += [value.name for value in node.outputs]
     for kind, names in (("values", values), ("nodes", nodes)):
         if not all(names):
             raise GraphError(f"{sum(not name for name in names)} {kind} have no name", where=graph.name)
+        if len(set(names)) == len(names):
+            continue
         duplicates = sorted(str(name) for name, count in Counter(names).items() if count > 1)
         if duplicates:
             raise GraphError(f"duplicate names of {kind}", where=graph.name, got=", ".join(duplicates))

@@ -48,7 +48,7 @@ def inline_bodies(model: ir.Model | ir.Graph, *, keep: Keep = keep_nothing) -> i
         GraphError: a node that is not kept has no body (PythonOp, ATen, collectives).
     """
     source = model if isinstance(model, ir.Model) else ir.Model(model, ir_version=IR_VERSION)
-    graph = traversal.clone(source.graph)[0]
+    graph = source.graph
     for _ in range(_MAX_DEPTH):
         _refuse_subgraphs(graph, keep)
         if not any(_expands(node, keep) for node in graph):
@@ -62,11 +62,14 @@ def inline_bodies(model: ir.Model | ir.Graph, *, keep: Keep = keep_nothing) -> i
             got=", ".join(sorted(recursive)),
         )
     _refuse_no_body(graph, keep)
+    is_expanded = graph is not source.graph
+    if not is_expanded:
+        graph = traversal.clone(graph)[0]
     traversal.remove_unused(graph, lambda node: keep(node) or has_effects(node))
     traversal.name_uniquely(graph)
     import_opsets(graph)
     # A graph reserves the names that its values had when they were added; one more copy drops outdated names.
-    return traversal.with_graph(source, traversal.clone(graph)[0])
+    return traversal.with_graph(source, traversal.clone(graph)[0] if is_expanded else graph)
 
 
 def _expands(node: ir.Node, keep: Keep) -> bool:

@@ -258,7 +258,8 @@ class Kernel:
         workspace_bytes: scratch memory besides inputs and outputs.
         in_place_input: index of the input whose memory it can reuse for its first output, or None.
         name: of the library or method, if several kernels may run the node and the fastest is chosen; such kernels
-            take tensors only. Else "".
+            take tensors only, and their conditions and times depend on nothing but the node's attributes, the types of
+            its inputs and outputs, and whether native kernels are on. Else "".
         seconds: for a kernel with a name, the expected time, from the node, the shapes of its inputs and the machine;
             infinite if it should not even be tried.
         library: for a kernel with a name, the compiled library that it calls, if any. Until that is loaded the call
@@ -367,6 +368,11 @@ class OpDef:
     def required_attributes(self) -> frozenset[str]:
         """The attributes that have no default."""
         return frozenset(name for name, default in self.attributes.items() if default is REQUIRED)
+
+    @functools.cached_property
+    def has_alternatives(self) -> bool:
+        """Whether some kernels have names: the fastest of them is chosen."""
+        return any(kernel.name for kernel in self.kernels)
 
     def input_name(self, index: int) -> str:
         """Return the declared name of input `index`, without its mark; members of a variadic input share its name."""

@@ -52,6 +52,7 @@ def choose_by_default(
 class _Search:
     def __init__(self, parts: Cut, symbol_values: Mapping[str, int], mutated: Collection[ir.Value]) -> None:
         self._symbol_values, self._host = symbol_values, parts.forward.host
+        self._integers: dict[sizes.Size, int | None] = {}
         self._nodes = parts.forward.nodes
         self._kept = dict.fromkeys(parts.kept)
         self._sets = AliasSets(self._nodes, definition_of)
@@ -88,10 +89,15 @@ class _Search:
 
     def bytes_of(self, value: ir.Value) -> int:
         """Return the bytes of a value; 0 if its shape is data-dependent."""
-        count = numel(value)
-        if not sizes.symbols(count) <= self._symbol_values.keys():
-            return 0
-        return math.ceil(sizes.evaluate(count, self._symbol_values) * dtype_of(value).itemsize)
+        count = self._integer(numel(value))
+        return 0 if count is None else math.ceil(count * dtype_of(value).itemsize)
+
+    def _integer(self, size: sizes.Size) -> int | None:
+        """Return a size as an integer; None if it is data-dependent. Evaluated once for the layers that share it."""
+        if size not in self._integers:
+            is_known = sizes.symbols(size) <= self._symbol_values.keys()
+            self._integers[size] = sizes.evaluate(size, self._symbol_values) if is_known else None
+        return self._integers[size]
 
     def _is_available(self, value: ir.Value) -> bool:
         return value in self._kept or value in self._host or value.const_value is not None
@@ -100,12 +106,16 @@ class _Search:
         """Return whether a node does little work per element. An ATen op declares no work: it counts as expensive."""
         if self._host.issuperset(node.outputs):
             return False
-        flops, elements = flops_of(node), [numel(v) for v in node.outputs]
-        if any(not sizes.symbols(size) <= self._symbol_values.keys() for size in (flops, *elements)):
+        flops, written = self._integer(flops_of(node)), 0
+        for value in node.outputs:
+            elements = self._integer(numel(value))
+            if elements is None:
+                return False
+            written += elements
+        if flops is None:
             return False
-        written = sum(sizes.evaluate(size, self._symbol_values) for size in elements)
         is_view = self._sets.root(node.outputs[0]) is not node.outputs[0]
-        return is_view or 0 < sizes.evaluate(flops, self._symbol_values) <= _CHEAP_FLOPS * written
+        return is_view or 0 < flops <= _CHEAP_FLOPS * written
 
     def _traffic(self, node: ir.Node) -> int:
         """Return the bytes that a node reads and writes; 0 if its output may be a view."""

@@ -142,3 +142,27 @@ def test_values_that_a_subgraph_captures_count_as_read():
     assert traversal.remove_unused(op.graph, lambda n: False) == 0
     copy, values = traversal.clone(op.graph)
     assert list(traversal.reads(copy[1])) == [values[y]]
+
+
+def test_a_copy_has_the_metadata_of_the_original_and_creates_none_there():
+    op, (x,) = graph_of(x=(4,))
+    marked, plain = op.Tanh(x), op.Neg(x)
+    op.graph.outputs.extend([marked, plain])
+    marked.metadata_props["kept"], marked.meta["sizes"], marked.doc_string = "yes", (2,), "doc"
+    copy, values = traversal.clone(op.graph)
+    copied = values[marked]
+    assert (copied.metadata_props, copied.meta, copied.doc_string) == ({"kept": "yes"}, {"sizes": (2,)}, "doc")
+    assert copied.metadata_props is not marked.metadata_props
+    assert (copied.name, copied.type, copied.shape) == (marked.name, marked.type, marked.shape)
+    assert list(copy.outputs) == [copied, values[plain]]
+    assert plain._metadata_props is None
+    assert values[plain]._metadata_props is None
+
+
+def test_all_nodes_are_those_of_the_graph_and_its_subgraphs():
+    op, (x,) = graph_of(x=(4,))
+    op.Neg(x)
+    inner = _with_branch(op, x)[1]
+    op.Tanh(x)
+    assert list(traversal.all_nodes(op.graph)) == list(op.graph.all_nodes())
+    assert inner in list(traversal.all_nodes(op.graph))

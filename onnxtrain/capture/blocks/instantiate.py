@@ -22,6 +22,7 @@ from onnxtrain.capture.blocks.repeated_blocks import BLOCK_CALL, TEMPLATE, Copy
 from onnxtrain.capture.export.checkpoint_regions import in_new_regions
 from onnxtrain.capture.export.fake_tensors import Fakes
 from onnxtrain.capture.node_storage import COPY_OF, StoragesOfCopy, set_storages
+from onnxtrain.torch_compat.dispatch import function_modes_disabled
 from onnxtrain.torch_compat.fake_tensors import fake_mode_of
 from onnxtrain.torch_compat.tensors import storage_id
 
@@ -89,11 +90,12 @@ class _Rewrite:
         if hidden.parameters:
             seen = {str(spec.target): node for node, spec in specs.items() if spec.kind == InputKind.PARAMETER}
             fakes = Fakes(fake_mode_of([node.meta["val"] for node in specs]))
-            for name in hidden.order:
-                if name in seen:
-                    self._copy_placeholder(seen[name], specs)
-                else:
-                    self._add_parameter(name, hidden.parameters[name], fakes)
+            with function_modes_disabled():  # each call of a tensor's method would ask them
+                for name in hidden.order:
+                    if name in seen:
+                        self._copy_placeholder(seen[name], specs)
+                    else:
+                        self._add_parameter(name, hidden.parameters[name], fakes)
         for node in specs:
             if node not in self._values:
                 self._copy_placeholder(node, specs)

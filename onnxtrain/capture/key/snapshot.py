@@ -7,6 +7,7 @@ messages. The generated check runs on every step: a value that is the same immut
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 import operator
 import threading
@@ -20,6 +21,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from onnxtrain.capture.four_bit_weights import quantization_state, state_tensors
+from onnxtrain.capture.key.repeated_checks import with_loops
 from onnxtrain.capture.key.tensor_checks import TENSOR_FACT_NAMES, PythonCheck, cpp_check, state_tensor_facts
 from onnxtrain.capture.sharded.layout import is_sharded
 from onnxtrain.capture.structure import Identity, constant_key
@@ -75,6 +77,7 @@ class Snapshot:
         self.values: dict[str, Any] = {"is_": operator.is_}
         self.tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._lines: list[tuple[str, str]] = []  # a statement or condition, and its verdict
+        self._starts: list[int] = []  # the index in `_lines` of the first one of each module
         self._variables: dict[tuple[int, str], str] = {}  # of tensors, as in `tensors`
         self._first_of_tensor: dict[int, tuple[str, str]] = {}  # its first variable and name, by its id
         self._first_of_object: dict[int, str] = {}
@@ -86,7 +89,9 @@ class Snapshot:
         self._named = [_owner_and_name(module, name) for name in self.names]
         self._global_hooks()
         for path, submodule in submodules(module):
+            self._starts.append(len(self._lines))
             _ModuleVisitor(self, submodule, path or "the module").visit()
+        self._starts.append(len(self._lines))
 
     def first_change(self, later: Snapshot) -> tuple[str, str] | None:
         """Return the name and owner of the first fact that differs in a later snapshot; None if none does.
@@ -145,7 +150,9 @@ class Snapshot:
         They read attributes in ordinary Python. If one is missing or of another class, they raise one of `READ_ERRORS`.
         """
         suffixes = {_CHANGED: f": return {changed}", _UNCERTAIN: f": return {uncertain}", _STATEMENT: ""}
-        statements = [text + suffixes[verdict] for text, verdict in self._lines]
+        lines = [text + suffixes[verdict] for text, verdict in self._lines]
+        modules = [lines[start:end] for start, end in itertools.pairwise(self._starts)]
+        statements = lines[: self._starts[0]] + with_loops(modules, self.values, self.bind) + lines[self._starts[-1] :]
         if self.tensors:
             tensors = ", ".join(variable for variable, _ in self._first_of_tensor.values())
             distinct = self.distinct_tensors()

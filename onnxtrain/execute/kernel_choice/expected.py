@@ -7,14 +7,17 @@ the same bits.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from operator import itemgetter
 
 import onnx_ir as ir
 
 from onnxtrain.graph import sizes
+from onnxtrain.graph.signatures import attributes_key, types_key
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.cost_model import Shapes
 from onnxtrain.ops.definition import Kernel
+from onnxtrain.ops.native_kernels import NOTE
 from onnxtrain.system.machine import current_machine
 
 _DYNAMIC_SIZE = 32  # for batch and sequence length each: a thousand rows
@@ -36,10 +39,14 @@ def expected_seconds(node: ir.Node, device: str) -> list[tuple[Kernel, float]]:
 
 
 class CachedExpectations:
-    """`expected_kernel` with a cache per node, for graphs that no longer change."""
+    """`expected_kernel` with a cache, for graphs that no longer change.
+
+    Nodes with the same `Kernel` candidates, attributes and types are asked once: the layers of a model share them.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, dict[ir.Node, list[tuple[Kernel, float]]]] = defaultdict(dict)
+        self._by_signature: dict[Hashable, list[tuple[Kernel, float]]] = {}
         self._single: dict[int, list[tuple[Kernel, float]]] = {}  # by the id of the kernel: one list for many nodes
 
     def __call__(self, node: ir.Node, device: str) -> Kernel:
@@ -51,11 +58,30 @@ class CachedExpectations:
         by_node = self._seconds[device]
         seconds = by_node.get(node)
         if seconds is None:
-            seconds = expected_seconds(node, device)
-            if len(seconds) == 1:
-                seconds = self._single.setdefault(id(seconds[0][0]), seconds)
-            by_node[node] = seconds
+            seconds = by_node[node] = self._seconds_of_signature(node, device)
         return seconds
+
+    def _seconds_of_signature(self, node: ir.Node, device: str) -> list[tuple[Kernel, float]]:
+        key = _signature(node, device)
+        if key in self._by_signature:
+            return self._by_signature[key]
+        seconds = expected_seconds(node, device)
+        if len(seconds) == 1:
+            seconds = self._single.setdefault(id(seconds[0][0]), seconds)
+        if key is not None:
+            self._by_signature[key] = seconds
+        return seconds
+
+
+def _signature(node: ir.Node, device: str) -> Hashable | None:
+    """Return a key of all that the kernels of an op with a choice depend on; None if the op has no choice."""
+    definition = definition_of(node)
+    if not definition.has_alternatives:
+        return None
+    attributes, types = attributes_key(node), types_key(node)
+    if attributes is None or types is None:
+        return None
+    return device, definition, attributes, types, node.metadata_props.get(NOTE)
 
 
 def expected_shapes(node: ir.Node) -> Shapes:
