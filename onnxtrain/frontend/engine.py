@@ -333,6 +333,7 @@ class Engine:
         matching = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.state.matches(module)]
         suggested = [s for e in matching if (s := e.suggestion(tensors)) is not None]
         captured = self._captured(structure, tensors, watch, suggested)
+        self._recaptures.count_items(captured.guards.items, self._calls)
         captured = keep_outputs(captured, self._options.keep_outputs)
         mode = module.training if self._options.save_graphs is not None else None  # it is in the names of the files
         if mode is not None:

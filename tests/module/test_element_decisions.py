@@ -301,6 +301,19 @@ def test_decisions_on_data_dependent_sizes(
     assert engine_of(ours).captures == captures
 
 
+def test_numbers_that_change_in_each_call_run_in_pytorch() -> None:
+    eager = Repeats()
+    ours = ORTModule(copy.deepcopy(eager), pieces=False)
+    x = torch.randn(2, 4)
+    for times in range(5):
+        assert_matches(ours(x, torch.tensor([times])), eager, x, torch.tensor([times]))
+    with pytest.warns(UserWarning, match="a number of a tensor that changes every few calls"):
+        ours(x, torch.tensor([5]))
+    assert_matches(ours(x, torch.tensor([6])), eager, x, torch.tensor([6]))
+    assert engine_of(ours).captures == 5
+    assert_matches(ours(x, torch.tensor([0])), eager, x, torch.tensor([0]))  # by its graph, which is kept
+
+
 def test_a_check_of_data_dependent_sizes_raises_as_in_eager() -> None:
     ours = ORTModule(LastOfEach(), **DISABLED)
     x, mask = torch.randn(2, 6, 4), _marked(2, 3)

@@ -75,6 +75,11 @@ class ElementDecision:
     where: str
     condition: _Condition | None = None
 
+    @property
+    def is_number(self) -> bool:
+        """Whether each number is another graph; else there are two."""
+        return self.condition is not None and not _is_truth(self.condition.expression)
+
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether forward takes the same branch for these inputs."""
         return _answer(self.graph, self.lifted, tensors, self.condition) == self.answer
@@ -179,8 +184,8 @@ class ElementDecisions:
     def _evaluate(self, original: Callable[..., Any], env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace `ShapeEnv.evaluate_expr`: where it cannot, answer for the values of this call.
 
-        PyTorch's own code may catch the error and take another way. So a test of its is a decision only once the error
-        has left forward.
+        PyTorch's own code may catch the error and take another way. What it tests is a decision only once the error has
+        left forward.
         """
         try:
             return original(env, expr, *args, **kwargs)
@@ -214,10 +219,11 @@ class ElementDecisions:
 
     def _known(self, env: ShapeEnv, expr: Any, answer: int) -> Any:
         """Let the rest of the trace know a decision's answer; return it as `ShapeEnv.evaluate_expr` does."""
-        value = (
-            sympy.sympify(bool(answer)) if isinstance(expr, (Relational, BooleanFunction)) else sympy.Integer(answer)
-        )
-        fact = sympy.Eq(expr, value, evaluate=False) if value.is_Integer else expr if answer else sympy.Not(expr)
+        if _is_truth(expr):
+            value, fact = sympy.sympify(bool(answer)), expr if answer else sympy.Not(expr)
+        else:
+            value = sympy.Integer(answer)
+            fact = sympy.Eq(expr, value, evaluate=False)
         with self._telling():
             env.guard_or_defer_runtime_assert(fact, "forward was captured for this value")
         if not any(map(is_float_item, expr.free_symbols)):  # no size depends on those
@@ -243,7 +249,7 @@ class ElementDecisions:
         Raises:
             CaptureError: the tensor depends on more than the arguments, or takes too many operators to compute.
         """
-        condition = None if self._expression is None else _condition(program, self._expression)
+        condition = None if self._expression is None else _condition(program, self._expression, self._where)
         graph, lifted = _guard(program, self._where, len(self.answered))
         answer = _answer(graph, lifted, self._tensors, condition)
         self.answered.append(ElementDecision(graph, lifted, answer, self._where, condition))
@@ -266,7 +272,7 @@ def _as_tensor(env: ShapeEnv, symbol: Any) -> torch.Tensor:
     return torch.scalar_tensor(number, dtype=torch.int64 if symbol.is_integer else torch.float64)
 
 
-def _condition(program: ExportedProgram, expr: Any) -> _Condition:
+def _condition(program: ExportedProgram, expr: Any, where: str) -> _Condition:
     """Compile an expression over the symbols of a trace."""
     symbols = _data_dependent_symbols(expr)
     spelled = {symbol: sympy.Symbol(f"values[{i}]", integer=symbol.is_integer) for i, symbol in enumerate(symbols)}
@@ -278,8 +284,20 @@ def _condition(program: ExportedProgram, expr: Any) -> _Condition:
                 spelled.setdefault(size.node.expr, sympy.Symbol(f"tensors[{i}].shape[{d}]", integer=True))
     # sympy prints 15 digits, and 17 are exact.
     spelled.update({number: sympy.Symbol(repr(float(number)), real=True) for number in expr.atoms(sympy.Float)})
-    evaluate: Callable[..., int] = eval(f"lambda tensors, values: {python_source(expr.xreplace(spelled))}")
+    spelled_expr = expr.xreplace(spelled)
+    if not spelled_expr.free_symbols <= set(spelled.values()):
+        raise CaptureError(
+            "forward branches in Python on a size that no input has",
+            where=where,
+            got=str(expr),
+            todo="the module runs in PyTorch; branch on a size of an input",
+        )
+    evaluate: Callable[..., int] = eval(f"lambda tensors, values: {python_source(spelled_expr)}")
     return _Condition(expr, evaluate)
+
+
+def _is_truth(expr: Any) -> bool:
+    return isinstance(expr, Relational | BooleanFunction)
 
 
 def _is_decidable(expr: Any) -> bool:
@@ -289,7 +307,7 @@ def _is_decidable(expr: Any) -> bool:
     if not python_source(expr):
         return False
     is_exact = all(s.is_integer for s in expr.free_symbols) and not expr.atoms(sympy.Float)
-    if isinstance(expr, (Relational, BooleanFunction)):
+    if _is_truth(expr):
         return is_exact or (isinstance(expr, Relational) and all(side.is_Atom for side in expr.args))
     return is_exact and bool(expr.is_integer)
 

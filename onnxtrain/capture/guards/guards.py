@@ -101,6 +101,7 @@ class Guards:
         dynamic_dims: the dynamic dimensions of the inputs.
         check: the generated function that `__call__` calls; the caller may call it directly on every step.
         elements: what the user's code decided by tensor values of the inputs.
+        items: the numbers among these, by source location.
     """
 
     def __init__(
@@ -115,6 +116,10 @@ class Guards:
         elements: Sequence[ElementDecision] = (),
     ) -> None:
         self.elements = tuple(elements)
+        self.items: dict[str, tuple[int, ...]] = {}
+        for decision in elements:
+            if decision.is_number:
+                self.items[decision.where] = (*self.items.get(decision.where, ()), decision.answer)
         self.dynamic_dims = frozenset(symbols.values())
         self._names = tuple(names)
         self._shapes = shapes
