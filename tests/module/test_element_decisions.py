@@ -323,3 +323,23 @@ def test_a_check_of_data_dependent_sizes_raises_as_in_eager() -> None:
         LastOfEach()(x, mask)
     with pytest.raises((RuntimeError, CaptureError)):
         ours(x, mask)
+
+
+class SetsItsStateOnce(Sized):
+    """As vision towers of transformers, which note in the first call that they collect hidden states."""
+
+    is_set = False
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not self.is_set:
+            self.is_set = True
+        marked = mask.nonzero()
+        return self.layer(x) if mask.any() and marked.size(0) < x.numel() else self.layer(x) * 2
+
+
+def test_the_call_that_sets_state_is_a_graph_with_the_same_decisions() -> None:
+    eager = SetsItsStateOnce()
+    ours = ORTModule(copy.deepcopy(eager), **DISABLED)  # where the first call must not run in PyTorch
+    for mask in (torch.tensor([1, 0, 1]), torch.tensor([0, 0, 0]), torch.tensor([0, 1, 0])):
+        x = torch.randn(3, 4)
+        assert_matches(ours(x, mask), eager, x, mask)

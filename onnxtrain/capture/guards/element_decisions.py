@@ -26,9 +26,11 @@ from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.node import map_arg
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.sample_ranges import certain_answer
+from onnxtrain.capture.guards.shape_proof import same_constant
 from onnxtrain.capture.guards.size_decisions import is_by_user
 from onnxtrain.capture.guards.sizes_from_inputs import read_sizes_from_inputs, slice_length
 from onnxtrain.errors import CaptureError
@@ -79,6 +81,15 @@ class ElementDecision:
     def is_number(self) -> bool:
         """Whether each number is another graph; else there are two."""
         return self.condition is not None and not _is_truth(self.condition.expression)
+
+    def is_same(self, other: ElementDecision) -> bool:
+        """Return whether another decision is the same test with the same answer."""
+        return (
+            (self.where, self.answer) == (other.where, other.answer)
+            and _without_names(self.graph.graph) == _without_names(other.graph.graph)
+            and str(self.condition and self.condition.expression) == str(other.condition and other.condition.expression)
+            and all(map(same_constant, self.lifted, other.lifted))
+        )
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether forward takes the same branch for these inputs."""
@@ -253,6 +264,14 @@ class ElementDecisions:
         graph, lifted = _guard(program, self._where, len(self.answered))
         answer = _answer(graph, lifted, self._tensors, condition)
         self.answered.append(ElementDecision(graph, lifted, answer, self._where, condition))
+
+
+def _without_names(graph: torch.fx.Graph) -> list[str]:
+    index = {node: number for number, node in enumerate(graph.nodes)}
+    return [
+        f"{node.op} {node.target if node.op != 'placeholder' else ''} {map_arg((node.args, node.kwargs), index.get)}"
+        for node in graph.nodes
+    ]
 
 
 def _answer(

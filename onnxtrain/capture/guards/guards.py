@@ -210,7 +210,9 @@ class Guards:
 
     def same_graph(self, other: Guards) -> bool:
         """Return whether the captured graphs compute the same at all sizes."""
-        if self._proof is None or other._proof is None or self.elements or other.elements:
+        if self._proof is None or other._proof is None or len(self.elements) != len(other.elements):
+            return False
+        if not all(map(ElementDecision.is_same, self.elements, other.elements)):
             return False
         if self._fixed_expressions() != other._fixed_expressions():
             return False

@@ -230,12 +230,13 @@ def same_graph(one: Proof, other: Proof, ones: frozenset[InputDim], *, shapes: b
     """
     return (
         one.signature == other.signature
-        and all(map(_same_constant, one.constants, other.constants))
+        and all(map(same_constant, one.constants, other.constants))
         and _normal_form(one, ones, shapes) == _normal_form(other, ones, shapes)
     )
 
 
-def _same_constant(one: Any, other: Any) -> bool:
+def same_constant(one: Any, other: Any) -> bool:
+    """Return whether two constants of graphs are equal tensors; False for any other objects that are not the same."""
     if one is other:
         return True
     if type(one) is not torch.Tensor or type(other) is not torch.Tensor:
