@@ -29,7 +29,7 @@ class Words(torch.nn.Module):
 
 class Asks(torch.nn.Module):
     def forward(self, x):
-        return x if x.sum().item() > 0 else -x
+        return x if torch.rand(()) + 1 > 0 else -x
 
 def words():
     labels = torch.full((4, 8), -100)

@@ -19,7 +19,7 @@ class Decides(nn.Module):
     """Cannot be captured, and has no submodules."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.sum().item() > 0 else x
+        return x * 2 if torch.rand(()) + 1 > 0 else x
 
 
 class Block(nn.Module):

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from onnxtrain.torch_compat.fake_tensors import FakeTensor, remember_item
 from onnxtrain.torch_compat.patch_points import EXPECTED_CELL_SIZE, EXPECTED_HIDDEN_SIZE
+from onnxtrain.torch_compat.recurrent_functions import recurrent_functions
 
 _KEPT = 1e4  # sigmoid(_KEPT) is 1 and sigmoid(-_KEPT) is 0 in each dtype, float16 has both
 _BATCH = "_onnxtrain_batch"  # the attribute of a packed sequence's batch_sizes
@@ -207,14 +208,15 @@ def getitem(original: Callable[..., Any], x: Tensor, index: Any) -> Any:
     return item
 
 
-REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
-    torch._VF._pack_padded_sequence: _pack,
-    torch._VF._pad_packed_sequence: _pad,
-    torch._VF.lstm: partial(_run, True),
-    torch._VF.gru: partial(_run, False),
-    torch._VF.rnn_tanh: partial(_run, False),
-    torch._VF.rnn_relu: partial(_run, False),
+_TRACED: Mapping[str, Callable[..., Any]] = {
+    "_pack_padded_sequence": _pack,
+    "_pad_packed_sequence": _pad,
+    "lstm": partial(_run, True),
+    "gru": partial(_run, False),
+    "rnn_tanh": partial(_run, False),
+    "rnn_relu": partial(_run, False),
 }
+REPLACEMENTS = {function: _TRACED[name] for name, function in recurrent_functions.items()}
 
 
 @contextmanager

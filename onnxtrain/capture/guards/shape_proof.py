@@ -176,6 +176,8 @@ def _fake(value: Any, binding: dict[Any, Any]) -> Any:
 def _bind_data_dependent(node: Node, result: Any, binding: dict[Any, Any]) -> None:
     """Bind the export's symbols of data-dependent sizes to the sizes in this run, where a node introduces them."""
     for symbol, path in node.meta.get("unbacked_bindings", {}).items():
+        if not is_data_dependent(symbol):
+            continue  # a number of floats, which no size is
         size = result
         for key in path:
             size = key.get(size)
