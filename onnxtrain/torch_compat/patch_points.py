@@ -253,8 +253,8 @@ HOOK_REGISTRATIONS = [
 RANDOM_STATES = [
     PatchPoint(f"{module}:{name}", "a seed that forward sets would be set once, during the capture: refused")
     for module, names in (
-        ("torch", ("manual_seed", "set_rng_state")),
-        ("torch.random", ("manual_seed", "set_rng_state", "fork_rng")),
+        ("torch", ("manual_seed", "seed", "set_rng_state")),
+        ("torch.random", ("manual_seed", "seed", "set_rng_state", "fork_rng")),
     )
     for name in names
 ]

@@ -265,7 +265,9 @@ class LastOfEach(Sized):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         hidden = self.layer(x)
         torch._check(torch.unique_consecutive(mask.sum(1)).numel() == 1)
-        return hidden[mask, :].view(x.size(0), -1, x.size(-1))[:, -1, :]
+        selected = hidden[mask, :]
+        torch._check(selected.shape[0] // hidden.shape[0] >= 1)
+        return selected.view(x.size(0), -1, x.size(-1))[:, -1, :]
 
 
 def _marked(rows: int, *columns: int, length: int = 6) -> torch.Tensor:

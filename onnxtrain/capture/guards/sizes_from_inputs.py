@@ -2,7 +2,8 @@
 
     image_features.numel() == mask.sum() * width     the features are computed from parameters, their number is not
 
-A data-dependent size is read from the node that introduces it, as `nonzero(mask)`; that of a slice is computed.
+A data-dependent size is read from the node that introduces it, as `nonzero(mask)`; that of a slice or of `x[mask]` is
+computed without x.
 """
 
 from __future__ import annotations
@@ -103,9 +104,21 @@ class _Sizes:
             x, dim, start, end, step = arguments
             before = self.of(x.meta["val"].shape[dim])
             return None if before is None else self._graph.call_function(slice_length, (before, start, end, step))
+        mask = _only_mask(node)
+        if mask is not None:
+            selected = self._graph.call_function(torch.ops.aten.nonzero.default, (mask,))
+            return self._graph.call_function(_SIZE, (selected, 0))
         for key in path:
             if hasattr(key, "name"):
                 node = self._graph.call_method(key.name, (node,))
             else:
                 node = self._graph.call_function(operator.getitem, (node, key.idx))
         return node
+
+
+def _only_mask(node: Node) -> Node | None:
+    """Return the mask of `x[mask]` or `x[:, mask]`, whose only data-dependent size is the number of true elements."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return None
+    given: list[Any] = [index for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+    return given[0] if len(given) == 1 and given[0].meta["val"].dtype == torch.bool else None
