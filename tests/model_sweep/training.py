@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import statistics
 import time
 import traceback
 import warnings
@@ -114,8 +115,8 @@ def _compare(compare: Comparison, run: str, size: tuple[int, int]) -> None:
     Eager's error is one sample of its rounding: in some hundred thousand tensors of all classes, a few have a sample of
     less than half the usual error. Where rounding decides on a relu behind a batch norm of few elements, many have: of
     the 4320 tensors of HGNetV2 with 30 sets of parameters, our error is above the tolerance in 703, and eager's, as
-    judged by ours, in 561. A tensor that exceeds the tolerance must not exceed the largest error of eager itself with
-    parameters that differ by one rounding.
+    judged by ours, in 561. So a tensor that exceeds the tolerance of one sample must be within that of several: of the
+    mean error of eager itself with parameters that differ by one rounding.
     """
     buffers = [{name: b.clone() for name, b in side.module.named_buffers()} for side in compare.sides()]
     try:
@@ -134,17 +135,16 @@ _ABOVE_THE_TOLERANCE = "against float64, allowed"
 
 
 def _excess(compare: Comparison, run: str, size: tuple[int, int]) -> str:
-    """Name the tensor that exceeds the tolerance and each error of eager's samples; "" if there is none."""
+    """Name the tensor that exceeds the tolerance of eager's mean error; "" if there is none."""
     others = [_tensors(getattr(side, run)(*size)) for side in compare.eager.perturbed()]
     got, eager, exact = (_tensors(getattr(side, run)(*size)) for side in compare.sides())
     largest = largest_of({name: t for name, t in exact.items() if name.startswith(_GRADIENT)})
     for name, mine in got.items():
-        right = exact[name]
         scale = largest if name.startswith(_GRADIENT) else 0.0
-        error, allowed, _ = tolerance.error_and_bound(mine, eager[name], right, scale)
-        errors = [tolerance.error_and_bound(other[name], other[name], right, scale)[0] for other in others]
-        if error > max(allowed, *errors):
-            return f"(eager's own with perturbed parameters: {max(errors):.3e}, for {name}: {error:.3e})"
+        judged = [tolerance.error_and_bound(mine, other[name], exact[name], scale) for other in (eager, *others)]
+        error, allowed = judged[0][0], statistics.fmean(bound for _, bound, _ in judged)
+        if error > allowed:
+            return f"(by the mean of {len(judged)} samples of eager's rounding, {allowed:.3e} for {name}: {error:.3e})"
     return ""
 
 
