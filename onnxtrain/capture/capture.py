@@ -8,6 +8,7 @@ sees that state. no_grad regions are marked before functionalization, which drop
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -56,7 +57,7 @@ from onnxtrain.capture.functionalize.views import declare_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
 from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
 from onnxtrain.capture.guards.guards import AssumptionError, Guards, compile_guards
-from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
+from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, SlowSizesError, example_candidates
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.attribute_accesses import AttributeAccesses, attribute_reads
 from onnxtrain.capture.key.surroundings import Surroundings
@@ -73,10 +74,12 @@ from onnxtrain.errors import (
 )
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
+from onnxtrain.log import LOG
 from onnxtrain.torch_compat.internal import refuse_if_lacking
 from onnxtrain.torch_compat.tensors import own_memory
 
 _PREFIX = "module."
+_SECONDS_FOR_IMAGES = 20.0  # of this thread's processor time
 ForwardCall: TypeAlias = Callable[..., Any]
 
 
@@ -277,18 +280,38 @@ def _first_valid_capture(
     fixed_sizes: Collection[int],
     outside_is_input: bool,
 ) -> Captured:
-    """Try example sizes, those that keep most dimensions dynamic first, until a capture is valid for the call."""
+    """Try example sizes, those that keep most dimensions dynamic first, until a capture is valid for the call.
+
+    Windows of images, as Swin's, have sizes that PyTorch takes minutes to compare. Then the sizes of images are fixed.
+    """
+    images = frozenset(i for i, tensor in enumerate(tensors) if tensor.dim() >= 4) - frozenset(fixed_sizes)
+    try:
+        seconds = _SECONDS_FOR_IMAGES if images else math.inf
+        return _first_valid_of(wrap, tensors, suggested, fixed_sizes, outside_is_input, seconds)
+    except SlowSizesError as error:
+        LOG.info("captured again with the sizes of images fixed: %s", error)
+    return _first_valid_of(wrap, tensors, (), images.union(fixed_sizes), outside_is_input, math.inf)
+
+
+def _first_valid_of(
+    wrap: Callable[[ElementDecisions], _Wrapper],
+    tensors: Sequence[torch.Tensor],
+    suggested: Sequence[Example],
+    fixed_sizes: Collection[int],
+    outside_is_input: bool,
+    seconds: float,
+) -> Captured:
     *guesses, real = example_candidates(tensors, suggested, fixed_sizes)
     for example in guesses:
         try:
-            captured = _capture_decided(wrap, tensors, example, fixed_sizes, outside_is_input)
-        except SideEffectError:
+            captured = _capture_decided(wrap, tensors, example, fixed_sizes, outside_is_input, seconds)
+        except (SideEffectError, SlowSizesError):
             raise
         except CaptureError:
             continue  # forward rejects these sizes: the next example is closer to the call's
         if captured.guards(tensors):
             return captured
-    return _capture_decided(wrap, tensors, real, fixed_sizes, outside_is_input)
+    return _capture_decided(wrap, tensors, real, fixed_sizes, outside_is_input, seconds)
 
 
 def _capture_decided(
@@ -297,16 +320,17 @@ def _capture_decided(
     example: Example,
     fixed_sizes: Collection[int],
     outside_is_input: bool,
+    seconds: float,
 ) -> Captured:
     """Capture with the user's checks of data-dependent sizes as guards only if the graph needs them."""
     elements = ElementDecisions(tensors)
     try:
-        return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes), outside_is_input)
+        return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes, seconds), outside_is_input)
     except AssumptionError:
         if not elements.unanswered_checks:
             raise
     elements = ElementDecisions(tensors, with_checks=True)
-    return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes), outside_is_input)
+    return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes, seconds), outside_is_input)
 
 
 def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool) -> Captured:

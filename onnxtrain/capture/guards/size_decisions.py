@@ -10,9 +10,11 @@ torch.export would make a dimension of size 1 static. Its example is made larger
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from onnxtrain.capture import source_location
 from onnxtrain.capture.source_location import PACKAGE
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.patch_points import EVALUATE_SIZES, SIZE_COMPARISONS, SIZE_TEXTS
@@ -74,8 +77,18 @@ class SizeDecision:
     forced: bool
 
 
+class SlowSizesError(CaptureError):
+    """A capture spends too much time on expressions over sizes."""
+
+
 class SizeDecisions:
     """The decisions of one capture: those that the user's code takes while `recording()` is held around torch.export.
+
+    Args:
+        tensors: the call's tensors.
+        example: the example sizes.
+        fixed: the indices of the inputs whose dimensions are all static.
+        seconds: the processor time of this thread after which the evaluation of a size raises SlowSizesError.
 
     Attributes:
         sizes: the real sizes of the inputs.
@@ -86,7 +99,11 @@ class SizeDecisions:
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], example: Example | None = None, fixed: Collection[int] = ()
+        self,
+        tensors: Sequence[torch.Tensor],
+        example: Example | None = None,
+        fixed: Collection[int] = (),
+        seconds: float = math.inf,
     ) -> None:
         real = self.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
         changed = {(i, d): size for (i, d), size in (example or {}).items() if real[i][d] != size}
@@ -95,6 +112,7 @@ class SizeDecisions:
         self.recorded: dict[Any, SizeDecision] = {}
         self.fixed = frozenset(fixed)
         self._changed = frozenset(changed)
+        self._seconds, self._end = seconds, time.thread_time() + seconds
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -104,6 +122,8 @@ class SizeDecisions:
 
         def recording_evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
             frame = _user_frame(sys._getframe(1)) if threading.get_ident() == owner else None
+            if threading.get_ident() == owner and time.thread_time() > self._end:
+                raise self._slow(expr)
             if frame is None or not getattr(expr, "free_symbols", None):
                 return evaluate(env, expr, *args, **kwargs)
             real = self._with_real_sizes(env, expr)
@@ -137,6 +157,15 @@ class SizeDecisions:
             for point in SIZE_TEXTS:
                 stack.enter_context(point.wrapped(formatting_value))
             yield
+
+    def _slow(self, expr: Any) -> SlowSizesError:
+        return SlowSizesError(
+            "expressions over sizes take too long to evaluate",
+            where=source_location.of_caller(),
+            expected=f"a trace of at most {self._seconds:.0f} s",
+            got=f"{str(expr)[:80]}",
+            todo="the module is captured with the sizes of images fixed",
+        )
 
     def record_not_one(self, size: torch.SymInt, where: str) -> None:
         """Record that a size is not 1, as the trace assumes.
