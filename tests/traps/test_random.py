@@ -345,6 +345,15 @@ SEEDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def test_a_new_seed_inside_forward_is_refused() -> None:
+    class Seeds(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (torch.seed() % 2)
+
+    with pytest.raises(CaptureError, match="seed inside forward"):
+        ORTModule(Seeds(), fallback_policy="FALLBACK_DISABLE")(torch.ones(2))
+
+
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_seed_set_inside_forward(name: str) -> None:
     """A graph would not set it again."""
