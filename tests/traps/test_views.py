@@ -372,10 +372,10 @@ OTHER_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a stack of channels-last images": lambda x: torch.stack([_channels_last(x)] * 2, 1),
     "a stack of transposed matrices": lambda x: torch.stack([x[0, 0].t()] * 2, 1),
     "rms norm of channels": lambda x: F.rms_norm(x.movedim(1, -1), (2,)).movedim(-1, 1),
-    "a sum of a transposed matrix and a product": lambda x: torch.addmm(
+    "a sum of a transposed matrix and a matmul": lambda x: torch.addmm(
         x[0, :2, 0].t(), x[0, :2, 0].t(), x[0, :2, 0, :2]
     ),
-    "a sum of transposed matrices and products": lambda x: torch.baddbmm(x[0].mT, x[0].mT, x[0] @ x[0].mT),
+    "a sum of transposed matrices and matmuls": lambda x: torch.baddbmm(x[0].mT, x[0].mT, x[0] @ x[0].mT),
     "filling of a turned image": lambda x: _turned(x).masked_fill(_turned(x) > 0, 1.0),
     "filling by a turned mask": lambda x: torch.masked_fill(x[0, 0], _turned(x) > 0, 1.0),
     "pooling without a gradient": lambda x: F.max_pool1d(x.flatten(1, 2).mT, 2),

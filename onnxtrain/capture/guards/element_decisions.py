@@ -93,7 +93,7 @@ class ElementDecision:
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether forward takes the same branch for these inputs."""
-        return _answer(self.graph, self.lifted, tensors, self.condition) == self.answer
+        return _read(self.graph, self.lifted, tensors, self.condition) == self.answer
 
 
 class UndecidedError(BaseException):
@@ -262,7 +262,7 @@ class ElementDecisions:
         """
         condition = None if self._expression is None else _condition(program, self._expression, self._where)
         graph, lifted = _guard(program, self._where, len(self.answered))
-        answer = _answer(graph, lifted, self._tensors, condition)
+        answer = _read(graph, lifted, self._tensors, condition)
         self.answered.append(ElementDecision(graph, lifted, answer, self._where, condition))
 
 
@@ -274,7 +274,7 @@ def _without_names(graph: torch.fx.Graph) -> list[str]:
     ]
 
 
-def _answer(
+def _read(
     graph: torch.fx.GraphModule, lifted: Sequence[Any], tensors: Sequence[torch.Tensor], condition: _Condition | None
 ) -> int:
     with torch.no_grad():

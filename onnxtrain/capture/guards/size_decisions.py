@@ -113,17 +113,22 @@ class SizeDecisions:
         self.fixed = frozenset(fixed)
         self._changed = frozenset(changed)
         self._seconds, self._end = seconds, time.thread_time() + seconds
+        self._late: SlowSizesError | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the decisions of this thread."""
+        """Record the decisions of this thread.
+
+        Raises:
+            SlowSizesError: the trace takes longer than it may.
+        """
         owner = threading.get_ident()
         evaluate = EVALUATE_SIZES.original
 
         def recording_evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
             frame = _user_frame(sys._getframe(1)) if threading.get_ident() == owner else None
-            if threading.get_ident() == owner and time.thread_time() > self._end:
-                raise self._slow(expr)
+            if threading.get_ident() == owner:
+                self._refuse_if_late(expr)
             if frame is None or not getattr(expr, "free_symbols", None):
                 return evaluate(env, expr, *args, **kwargs)
             real = self._with_real_sizes(env, expr)
@@ -157,15 +162,23 @@ class SizeDecisions:
             for point in SIZE_TEXTS:
                 stack.enter_context(point.wrapped(formatting_value))
             yield
+        self._refuse_if_swallowed()
 
-    def _slow(self, expr: Any) -> SlowSizesError:
-        return SlowSizesError(
-            "expressions over sizes take too long to evaluate",
-            where=source_location.of_caller(),
-            expected=f"a trace of at most {self._seconds:.0f} s",
-            got=f"{str(expr)[:80]}",
-            todo="the module is captured with the sizes of images fixed",
-        )
+    def _refuse_if_late(self, expr: Any) -> None:
+        if time.thread_time() > self._end:
+            self._late = SlowSizesError(
+                "expressions over sizes take too long to evaluate",
+                where=source_location.of_caller(),
+                expected=f"a trace of at most {self._seconds:.0f} s",
+                got=f"{str(expr)[:80]}",
+                todo="the module is captured with the sizes of images fixed",
+            )
+            raise self._late
+
+    def _refuse_if_swallowed(self) -> None:
+        """Raise the error again that a handler in forward or in PyTorch has caught, and then gone another way."""
+        if self._late is not None:
+            raise self._late
 
     def record_not_one(self, size: torch.SymInt, where: str) -> None:
         """Record that a size is not 1, as the trace assumes.

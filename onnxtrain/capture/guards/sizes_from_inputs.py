@@ -99,7 +99,7 @@ class _Sizes:
 
     def _where_introduced(self, node: Node, path: Sequence[Any]) -> Any:
         """Return what is at a path of a result, as PyTorch records it: `.size()`, then `[0]`."""
-        if node.target is _SLICE:
+        if node.target is _SLICE and not node.kwargs:
             arguments: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
             x, dim, start, end, step = arguments
             before = self.of(x.meta["val"].shape[dim])
