@@ -182,14 +182,14 @@ def _bind_data_dependent(node: Node, result: Any, binding: dict[Any, Any]) -> No
         for key in path:
             size = key.get(size)
         binding.setdefault(symbol, _expr(size, {}))
-    _bind_traced(result, node.meta.get("val"), binding)
+    _bind_value(result, node.meta.get("val"), binding)
 
 
-def _bind_traced(result: Any, expected: Any, binding: dict[Any, Any]) -> None:
-    """Bind the symbols of values that `tracing_shortcuts` traced, for which PyTorch recorded no paths."""
+def _bind_value(result: Any, expected: Any, binding: dict[Any, Any]) -> None:
+    """Bind the symbols in a node's value: PyTorch records no path for some, as for an item read by `int(tensor)`."""
     if isinstance(expected, (list, tuple)):
         for r, e in zip(result, expected, strict=False):
-            _bind_traced(r, e, binding)
+            _bind_value(r, e, binding)
     pairs: list[tuple[Any, Any]] = []
     if isinstance(expected, torch.Tensor):
         pairs = list(zip(result.shape, expected.shape, strict=False))
