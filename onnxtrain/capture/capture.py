@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -23,15 +23,11 @@ from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from onnxtrain.capture import source_location
-from onnxtrain.capture.blocks.hidden_parameters import HiddenParameters
 from onnxtrain.capture.blocks.instantiate import instantiate
 from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.repeated_blocks import RepeatedBlocks
 from onnxtrain.capture.convert.convert import convert
-from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes, find_assigned_attributes
-from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
-from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
-from onnxtrain.capture.effects.layout_changes import Layouts
+from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes
 from onnxtrain.capture.effects.outside_changes import OutsideChanges
 from onnxtrain.capture.effects.outside_tensors import OutsideTensors
 from onnxtrain.capture.effects.random_generators import refuse_other_generators
@@ -55,22 +51,20 @@ from onnxtrain.capture.functionalize.result_strides import restore_result_stride
 from onnxtrain.capture.functionalize.strided_reads import read_in_memory_order
 from onnxtrain.capture.functionalize.views import declare_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
-from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
+from onnxtrain.capture.guards.element_decisions import ElementDecisions
 from onnxtrain.capture.guards.guards import AssumptionError, Guards, compile_guards
 from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, SlowSizesError, example_candidates
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
-from onnxtrain.capture.key.attribute_accesses import AttributeAccesses, attribute_reads
-from onnxtrain.capture.key.surroundings import Surroundings
-from onnxtrain.capture.refusals import refuse_moved_results, refuse_outside_tensor
-from onnxtrain.capture.sharded.gathered import gather_before_readers, sharded_parameters
-from onnxtrain.capture.structure import OutputStructure, Structure, flatten_output, input_names
+from onnxtrain.capture.key.attribute_accesses import attribute_reads
+from onnxtrain.capture.refusals import refuse_outside_tensor
+from onnxtrain.capture.sharded.gathered import gather_before_readers
+from onnxtrain.capture.structure import OutputStructure, Structure, input_names
+from onnxtrain.capture.wrapper import ForwardCall, OutputHolder, Wrapper
 from onnxtrain.errors import (
     CaptureError,
-    ChangedArgumentError,
     ChangedParameterError,
     OnnxTrainError,
     ORTModuleFallbackException,
-    ORTModuleIOError,
 )
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
@@ -80,7 +74,6 @@ from onnxtrain.torch_compat.tensors import own_memory
 
 _PREFIX = "module."
 _SECONDS_FOR_IMAGES = 20.0  # of this thread's processor time
-ForwardCall: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -153,87 +146,6 @@ class Captured:
         )
 
 
-class _OutputHolder:
-    """Carries what forward returned and assigned out of torch.export, which undoes assignments to attributes."""
-
-    structure: OutputStructure
-    assigned: AssignedAttributes
-    assigned_sizes: int
-
-
-class _Wrapper(torch.nn.Module):
-    """The user's module as a function of a flat list of tensors."""
-
-    accesses: AttributeAccesses
-    elements: ElementDecisions
-    surroundings: Surroundings
-    local_tensors: Callable[[], AbstractContextManager[None]]
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        structure: Structure,
-        side_effects: SideEffects,
-        call_forward: ForwardCall | None,
-        elements: ElementDecisions,
-    ) -> None:
-        super().__init__()
-        # Not through Module.__setattr__, which would register the module a second time.
-        self.__dict__["accesses"] = AttributeAccesses()
-        self.__dict__["elements"] = elements
-        self.__dict__["_side_effects"] = side_effects
-        self.__dict__["surroundings"] = side_effects.surroundings
-        self.__dict__["_call_forward"] = call_forward or module
-        sharded = sharded_parameters(module)
-        self.__dict__["local_tensors"], self.__dict__["_as_values"] = sharded.as_local_tensors, sharded.as_values
-        self.fakes = CreatedFakes()
-        self.module = module
-        self.hidden = HiddenParameters(self)
-        self.structure = structure
-        self.output = _OutputHolder()
-
-    def forward(self, *tensors: torch.Tensor) -> list[Any]:
-        side_effects: SideEffects = self.__dict__["_side_effects"]
-        args, kwargs = self.structure.unflatten(tensors)
-        with side_effects.watching(), self.accesses.of_one_run():
-            return self._results(args, kwargs, tensors, side_effects)
-
-    def _results(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], side_effects: SideEffects) -> list[Any]:
-        buffers = AssignedBuffers(self.module)
-        layouts = Layouts(self.module, tensors)
-        self.fakes.begin()
-        try:
-            with self.elements.answering(), self.hidden.during_forward(), self.__dict__["_as_values"]():
-                leaves, self.output.structure = flatten_output(self.__dict__["_call_forward"](*args, **kwargs))
-        except UndecidedError as decision:
-            return [*decision.tensors]
-        if not leaves and not tensors:
-            raise ORTModuleIOError(
-                "the arguments and results of forward contain no tensor, and a graph computes with tensors",
-                where=type(self.module).__name__,
-                expected="at least one tensor among the arguments or results",
-                todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",
-            )
-        set_first = self.accesses.set_first()
-        assigned_sizes, assigned = find_assigned_attributes(self.module, set_first)
-        self.output.assigned, self.output.assigned_sizes = assigned, len(assigned_sizes)
-        side_effects.check(assigned.of(self.module), set_first)
-        refuse_moved_results(leaves, [*tensors, *self.module.parameters(), *self.module.buffers()])
-        layouts.check()
-        buffers.write(leaves)
-        changed = self.structure.changed(args, kwargs, tensors)
-        if changed:
-            raise ChangedArgumentError(
-                "forward changes a container among its arguments, which a graph cannot replay",
-                where=type(self.module).__name__,
-                got=changed,
-                todo="the module runs in PyTorch; let forward copy the container before it changes it",
-            )
-        del args, kwargs
-        self.fakes.record_held([*leaves, *tensors])
-        return [*leaves, *assigned_sizes]
-
-
 def capture(
     module: torch.nn.Module,
     structure: Structure,
@@ -263,7 +175,7 @@ def capture(
     """
     refuse_if_lacking()
     start = time.perf_counter()
-    wrap = partial(_Wrapper, module, structure, side_effects, call_forward)
+    wrap = partial(Wrapper, module, structure, side_effects, call_forward)
     try:
         captured = _first_valid_capture(wrap, tensors, suggested, fixed_sizes, outside_is_input)
     except ORTModuleFallbackException as error:
@@ -274,7 +186,7 @@ def capture(
 
 
 def _first_valid_capture(
-    wrap: Callable[[ElementDecisions], _Wrapper],
+    wrap: Callable[[ElementDecisions], Wrapper],
     tensors: Sequence[torch.Tensor],
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
@@ -294,7 +206,7 @@ def _first_valid_capture(
 
 
 def _first_valid_of(
-    wrap: Callable[[ElementDecisions], _Wrapper],
+    wrap: Callable[[ElementDecisions], Wrapper],
     tensors: Sequence[torch.Tensor],
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
@@ -315,7 +227,7 @@ def _first_valid_of(
 
 
 def _capture_decided(
-    wrap: Callable[[ElementDecisions], _Wrapper],
+    wrap: Callable[[ElementDecisions], Wrapper],
     tensors: Sequence[torch.Tensor],
     example: Example,
     fixed_sizes: Collection[int],
@@ -333,7 +245,7 @@ def _capture_decided(
     return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes, seconds), outside_is_input)
 
 
-def _capture(wrapper: _Wrapper, decisions: SizeDecisions, outside_is_input: bool) -> Captured:
+def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool) -> Captured:
     module, structure = wrapper.module, wrapper.structure
     outside = OutsideTensors()
     with (
@@ -382,7 +294,7 @@ def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:
     return internal_errors_as(CaptureError, problem)
 
 
-def _export_blocks_once(wrapper: _Wrapper, decisions: SizeDecisions, outside: OutsideTensors) -> ExportedProgram:
+def _export_blocks_once(wrapper: Wrapper, decisions: SizeDecisions, outside: OutsideTensors) -> ExportedProgram:
     """Export forward, and trace each of its repeated blocks once; all of them, if their calls cannot be replaced."""
     events = [lambda: wrapper.elements.count, lambda: len(outside.constants)]
     surroundings = Outside(wrapper.surroundings, events, wrapper.fakes.count, wrapper.fakes.holds)
@@ -400,7 +312,7 @@ def _export_blocks_once(wrapper: _Wrapper, decisions: SizeDecisions, outside: Ou
 
 
 def _export(
-    wrapper: _Wrapper, decisions: SizeDecisions, tracing_blocks: AbstractContextManager[None]
+    wrapper: Wrapper, decisions: SizeDecisions, tracing_blocks: AbstractContextManager[None]
 ) -> ExportedProgram:
     # torch.export would make a dynamic dimension of size 0 or 1 static, too, and say so.
     dims = tuple(
@@ -444,7 +356,7 @@ def _assemble(
     origins: _InputOrigins,
     model: ir.Model,
     outputs: list[Any],
-    output: _OutputHolder,
+    output: OutputHolder,
     names: Sequence[str],
     guards: Guards,
 ) -> Captured:

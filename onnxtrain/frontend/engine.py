@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from onnxtrain.capture import source_location
-from onnxtrain.capture.capture import Captured, ForwardCall, capture
+from onnxtrain.capture.capture import Captured, capture
 from onnxtrain.capture.effects.side_effects import AssignmentError, FirstCallError, SideEffectError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, is_capturing
 from onnxtrain.capture.guards.size_decisions import Example
@@ -31,6 +31,7 @@ from onnxtrain.capture.sharded.layout import gathering_of
 from onnxtrain.capture.sharded.parameters import local_tensors, taking_local_tensors
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
+from onnxtrain.capture.wrapper import ForwardCall
 from onnxtrain.compile import compile_module
 from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, KernelError, ORTModuleFallbackException
 from onnxtrain.execute.compiled import Compiled, assigning

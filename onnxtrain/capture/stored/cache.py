@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from onnxtrain.capture.capture import Captured, ForwardCall
+from onnxtrain.capture.capture import Captured
 from onnxtrain.capture.key.executed_code import ExecutedCode, file_hash, global_values
 from onnxtrain.capture.key.fingerprint import Fingerprints, NotStorableError, digest, versions
 from onnxtrain.capture.key.key import environment, tensor_facts
@@ -29,6 +29,7 @@ from onnxtrain.capture.stored import entry
 from onnxtrain.capture.stored.claim import claimed
 from onnxtrain.capture.stored.folder import CaptureFolder
 from onnxtrain.capture.structure import Constant, Node, Structure, Tree
+from onnxtrain.capture.wrapper import ForwardCall
 from onnxtrain.log import LOG, warn_once
 from onnxtrain.options.kinds import COUNT, parse
 from onnxtrain.system.machine import current_machine
