@@ -80,6 +80,10 @@ class CaptureError(ORTModuleTorchModelException):
     """The module's forward cannot be captured as a graph."""
 
 
+class SlowCaptureError(CaptureError):
+    """Capturing and compiling the module takes longer than the option `capture_seconds` allows."""
+
+
 class ChangedArgumentError(CaptureError):
     """Forward mutates a container among its arguments, such as a key-value cache that it fills."""
 

@@ -27,6 +27,7 @@ from onnxtrain.log import LOG
 from onnxtrain.ops.registry import lookup
 from onnxtrain.options import Options
 from onnxtrain.report import CompileReport, PassReport, Refusal, StageReport, SubgraphReport, Work
+from onnxtrain.system.time_limit import part
 
 Mode = Literal["training", "inference"]
 
@@ -127,7 +128,8 @@ class Stages:
             )
         self._stages.append(stage)
         LOG.debug("%s: %s took %.1f ms, %d nodes", self._title, name, took_ms, nodes)
-        verify(model, lookup, self._verified)
+        with part("verification"):
+            verify(model, lookup, self._verified)
         self._write(name, model)
         self._clock = time.perf_counter()  # the time to verify and write belongs to no stage
         return model

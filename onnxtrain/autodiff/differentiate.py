@@ -26,6 +26,7 @@ from onnxtrain.ops import BY_BODY, NOT_DIFFERENTIABLE, OpDef, builder, definitio
 from onnxtrain.ops.aten_node import aten_sum
 from onnxtrain.ops.bodies import inline_bodies
 from onnxtrain.ops.definition import ZEROS, Zeros
+from onnxtrain.system.time_limit import check_time
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ class _Walk:
         return result
 
     def visit(self, node: ir.Node) -> None:
+        check_time()
         definition = definition_of(node)
         active = _active_inputs(node, definition, self._active)
         has_zeros = any(v in self._zeros for v in node.outputs)

@@ -8,7 +8,6 @@ sees that state. no_grad regions are marked before functionalization, which drop
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -53,7 +52,7 @@ from onnxtrain.capture.functionalize.views import declare_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
 from onnxtrain.capture.guards.element_decisions import ElementDecisions
 from onnxtrain.capture.guards.guards import AssumptionError, Guards, compile_guards
-from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, SlowSizesError, example_candidates
+from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.attribute_accesses import attribute_reads
 from onnxtrain.capture.refusals import refuse_outside_tensor
@@ -65,15 +64,30 @@ from onnxtrain.errors import (
     ChangedParameterError,
     OnnxTrainError,
     ORTModuleFallbackException,
+    SlowCaptureError,
 )
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.log import LOG
+from onnxtrain.system.time_limit import part, time_limit
 from onnxtrain.torch_compat.internal import refuse_if_lacking
 from onnxtrain.torch_compat.tensors import own_memory
 
 _PREFIX = "module."
 _SECONDS_FOR_IMAGES = 20.0  # of this thread's processor time
+
+
+class _SlowSizesError(CaptureError):
+    """A trace with dynamic sizes of images takes too long."""
+
+    def __init__(self, parts: str) -> None:
+        super().__init__(
+            "expressions over the sizes of images take too long to evaluate",
+            where=source_location.of_caller(),
+            expected=f"a trace of at most {_SECONDS_FOR_IMAGES:.0f} s",
+            got=parts,
+            todo="the module is captured with the sizes of images fixed",
+        )
 
 
 @dataclass(frozen=True)
@@ -198,11 +212,11 @@ def _first_valid_capture(
     """
     images = frozenset(i for i, tensor in enumerate(tensors) if tensor.dim() >= 4) - frozenset(fixed_sizes)
     try:
-        seconds = _SECONDS_FOR_IMAGES if images else math.inf
+        seconds = _SECONDS_FOR_IMAGES if images else None
         return _first_valid_of(wrap, tensors, suggested, fixed_sizes, outside_is_input, seconds)
-    except SlowSizesError as error:
+    except _SlowSizesError as error:
         LOG.info("captured again with the sizes of images fixed: %s", error)
-    return _first_valid_of(wrap, tensors, (), images.union(fixed_sizes), outside_is_input, math.inf)
+    return _first_valid_of(wrap, tensors, (), images.union(fixed_sizes), outside_is_input, None)
 
 
 def _first_valid_of(
@@ -211,13 +225,13 @@ def _first_valid_of(
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
     outside_is_input: bool,
-    seconds: float,
+    seconds: float | None,
 ) -> Captured:
     *guesses, real = example_candidates(tensors, suggested, fixed_sizes)
     for example in guesses:
         try:
             captured = _capture_decided(wrap, tensors, example, fixed_sizes, outside_is_input, seconds)
-        except (SideEffectError, SlowSizesError):
+        except (SideEffectError, SlowCaptureError, _SlowSizesError):
             raise
         except CaptureError:
             continue  # forward rejects these sizes: the next example is closer to the call's
@@ -232,20 +246,25 @@ def _capture_decided(
     example: Example,
     fixed_sizes: Collection[int],
     outside_is_input: bool,
-    seconds: float,
+    seconds: float | None,
 ) -> Captured:
     """Capture with the user's checks of data-dependent sizes as guards only if the graph needs them."""
     elements = ElementDecisions(tensors)
     try:
-        return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes, seconds), outside_is_input)
+        return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes), outside_is_input, seconds)
     except AssumptionError:
         if not elements.unanswered_checks:
             raise
     elements = ElementDecisions(tensors, with_checks=True)
-    return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes, seconds), outside_is_input)
+    return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes), outside_is_input, seconds)
 
 
-def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool) -> Captured:
+def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool, seconds: float | None) -> Captured:
+    """Capture for one choice of example sizes.
+
+    Raises:
+        _SlowSizesError: the trace takes more processor time than `seconds`.
+    """
     module, structure = wrapper.module, wrapper.structure
     outside = OutsideTensors()
     with (
@@ -255,13 +274,18 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool)
         wrapper.local_tensors(),
         sampling_by_nodes(module, wrapper.surroundings.codes.values(), calls),
     ):
-        with attribute_reads(wrapper.accesses) as reads, outside.recording():
+        with (
+            attribute_reads(wrapper.accesses) as reads,
+            outside.recording(),
+            time_limit(seconds, _SlowSizesError),
+            part("tracing forward"),
+        ):
             program = _export_blocks_once(wrapper, decisions, outside)
             while wrapper.elements.is_undecided:
-                wrapper.elements.decide(program)
+                wrapper.elements.decide(program, wrapper)
                 program = _export_blocks_once(wrapper, decisions, outside)
         wrapper.fakes.check(module)
-        with _internal_errors(module):
+        with _internal_errors(module), part("functionalization"):
             decide_copies(program, decisions)
             refuse_overlapping_writes(program)
             restore_result_strides(program)
@@ -270,12 +294,14 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool)
             declare_views(program)
             detach_no_grad_values(program)
             needs_no_retracing = make_convertible(program)
-        traced, program = (None, program) if needs_no_retracing else (program, functionalize(program))
+            traced, program = (None, program) if needs_no_retracing else (program, functionalize(program))
     with _internal_errors(module):
-        converted = convert(program, type(module).__name__)
+        with part("conversion to ONNX"):
+            converted = convert(program, type(module).__name__)
         names = input_names(module.forward, structure)
         answered = wrapper.elements.answered
-        guards = compile_guards(program, names, decisions, traced, answered, wrapper.elements.facts)
+        with part("guards"):
+            guards = compile_guards(program, names, decisions, traced, answered, wrapper.elements.facts)
         if outside_is_input:
             outside.find(module, reads, decisions.examples, (t for decision in answered for t in decision.lifted))
         origins = _input_origins(program, module, len(names), parts, outside)

@@ -20,7 +20,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.capture import Captured, Source
-from onnxtrain.errors import CommunicationError
+from onnxtrain.errors import CommunicationError, SlowCaptureError
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import may_record
 from onnxtrain.execute.packing import KeptTokens, PackingCheck
@@ -84,7 +84,7 @@ class PackedVariants:
         start = time.perf_counter()
         self._captured, self._options, self._num_results = captured, options, num_results
         self._changes = Changes("pack_tokens")
-        self._units: dict[bool, Compiled | None] = {}  # None: it would communicate differently from the dense unit
+        self._units: dict[bool, Compiled | None] = {}  # None: such batches run by the dense unit
         self.reports: dict[str, CompileReport] = {}
         # A packed graph has zeros for the tokens that are not kept, which must not fill what readers ignore.
         self._model = inline_bodies(model, keep=lambda node: (read := HOST_READS.entry(node)) is None or not read.fill)
@@ -209,7 +209,7 @@ class PackedVariants:
 
         try:
             unit = compile_packed(captured, inputs, options, rerun_padded)
-        except CommunicationError as error:
+        except (CommunicationError, SlowCaptureError) as error:
             self._units[kept.causal] = None
             LOG.warning("%s runs with padding: %s", module_name, error)
             return

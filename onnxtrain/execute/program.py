@@ -40,6 +40,7 @@ from onnxtrain.plan.channels_last import ChannelsLast
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import in_place_inputs, last_uses
 from onnxtrain.plan.streams import Phase, number_part, number_source, steps
+from onnxtrain.system.time_limit import check_time
 from onnxtrain.torch_compat import dispatch
 from onnxtrain.torch_compat.operators import OpOverload, direct_call
 
@@ -256,6 +257,7 @@ class _Writer:
         self._lines.append(f"{text:<96}  # {comment}" if comment else text)
 
     def _node(self, node: ir.Node, position: int) -> None:
+        check_time()
         definition = definition_of(node)
         if _is_host(node, self._part):
             self._host_node(node, definition)

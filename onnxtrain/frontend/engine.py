@@ -31,9 +31,16 @@ from onnxtrain.capture.sharded.layout import gathering_of
 from onnxtrain.capture.sharded.parameters import local_tensors, taking_local_tensors
 from onnxtrain.capture.stored.cache import CaptureCache
 from onnxtrain.capture.structure import Structure, flatten_call, flatten_output
+from onnxtrain.capture.time_limit import limited_time
 from onnxtrain.capture.wrapper import ForwardCall
 from onnxtrain.compile import compile_module
-from onnxtrain.errors import ChangedArgumentError, ChangedParameterError, KernelError, ORTModuleFallbackException
+from onnxtrain.errors import (
+    ChangedArgumentError,
+    ChangedParameterError,
+    KernelError,
+    ORTModuleFallbackException,
+    SlowCaptureError,
+)
 from onnxtrain.execute.compiled import Compiled, assigning
 from onnxtrain.execute.cuda_recorder import Recorders
 from onnxtrain.execute.unit_builder import Rerun
@@ -252,7 +259,8 @@ class Engine:
         with CAPTURE_LOCK, collector_paused("pause_collector" in options.process_wide), logs.level_of(options):
             entry, inputs = self._find(key, tensors)  # another thread may have compiled it meanwhile
             if entry is None:
-                return self._compile(key, tensors, structure)
+                with limited_time(options, type(self._module).__name__):
+                    return self._compile(key, tensors, structure)
             return entry, inputs
 
     # Compiling
@@ -462,8 +470,8 @@ class Engine:
         if self._entry_point.pieces is None or not self._options.pieces or gathering_of(self._module):
             return None
         # generate() fills a cache: PyTorch is faster than finding graph breaks. Each graph would change a parameter
-        # again. A module that changes would have to be traced again.
-        if isinstance(error, ChangedArgumentError | ChangedParameterError | FirstCallError):
+        # again. A module that changes would have to be traced again. What took too long would do so again.
+        if isinstance(error, ChangedArgumentError | ChangedParameterError | FirstCallError | SlowCaptureError):
             return None
         try:
             refuse_if_lacking()

@@ -19,6 +19,7 @@ from onnxtrain.errors import GraphError
 from onnxtrain.graph import sizes, traversal
 from onnxtrain.graph.signatures import attributes_key
 from onnxtrain.graph.values import ONNX, TensorType, dtype_of, type_of
+from onnxtrain.system.time_limit import check_time
 
 
 class Definition(Protocol):
@@ -101,6 +102,7 @@ class _Verifier:
             _verify_initializer(value, graph.name)
         ready = {*outer, *graph.inputs, *graph.initializers.values()}
         for node in graph:
+            check_time()
             for read in node.inputs:
                 if read is not None and read not in ready:
                     raise _not_ready(node, read, graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -197,6 +198,15 @@ def _read_count(value: object) -> int:
     return int(value)
 
 
+def _read_seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise _invalid(value)
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise _invalid(value)
+    return seconds
+
+
 def _read_budget(value: object) -> int | float | str:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
@@ -312,6 +322,7 @@ TEXT = Kind("text", _read_text)
 NAMES: Kind[tuple[str, ...]] = Kind("names, as a list or comma-separated", _read_names, ",".join)
 PATH = Kind("a path", _read_path)
 PATH_PREFIX = Kind("a path prefix such as graphs/bert, or a folder such as graphs/", _read_path_prefix)
+SECONDS: Kind[float] = Kind("a number > 0", _read_seconds)
 COUNT = Kind("an integer >= 0", _read_count)
 BUDGET: Kind[int | float | str] = Kind("an integer number of bytes, a fraction such as 0.5, or 'auto'", _read_budget)
 OPSET = Kind("an integer >= 1", _read_opset)

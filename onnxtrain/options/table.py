@@ -22,6 +22,7 @@ from onnxtrain.options.kinds import (
     PATH,
     PATH_PREFIX,
     RECOMPUTE,
+    SECONDS,
     TUNING,
     Kind,
     Knob,
@@ -194,6 +195,12 @@ class Options:
     )
     fallback_retry: bool = _knob(
         False, BOOL, "whether to try the graph again in each step after a fallback", "ORTMODULE_FALLBACK_RETRY"
+    )
+    capture_seconds: float | None = _knob(
+        120.0,
+        optional(SECONDS),
+        "the processor time in seconds after which capturing and compiling a module is given up, and the module runs "
+        "in eager PyTorch; the warning says what took the time. None: no limit",
     )
     pieces: bool = _knob(
         True,

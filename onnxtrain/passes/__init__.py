@@ -44,6 +44,7 @@ from onnxtrain.passes.save_logits_for_backward import save_logits_for_backward
 from onnxtrain.passes.simplify_attention_masks import simplify_attention_masks
 from onnxtrain.passes.skip_ignored_labels import skip_ignored_labels
 from onnxtrain.report import PassReport
+from onnxtrain.system.time_limit import check_time, part
 
 Pass = Callable[[ir.Graph, Changes], None]
 
@@ -160,7 +161,9 @@ def optimize(model: ir.Model, passes: Sequence[Pass]) -> Changes:
     for run in passes:
         changes = Changes(run.__name__)
         start = time.perf_counter()
-        run(model.graph, changes)
+        check_time()
+        with part(f"the pass {run.__name__}"):
+            run(model.graph, changes)
         if changes.applied:
             traversal.sort(model.graph)  # new nodes may read shape values that are computed later
         took_ms = (time.perf_counter() - start) * 1e3

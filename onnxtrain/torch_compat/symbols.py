@@ -112,6 +112,13 @@ def size_range(lower: int, largest: int | None) -> Any:
     return _RANGES[0](lower, int_oo if largest is None else largest)
 
 
+def bound_float(number: Any, lower: float, upper: float) -> None:
+    """Let a ShapeEnv know the range of a data-dependent number, such as a sample of [0, 1)."""
+    if _RANGES[0] is not None and isinstance(number, torch.SymFloat):
+        ends = sympy.Float(lower), sympy.Float(upper)
+        number.node.shape_env.var_to_range[number.node.expr] = _RANGES[0](*ends)
+
+
 def is_always_true(expr: Any, ranges: Mapping[Any, Any]) -> bool:
     """Return whether a condition is true for all values of its symbols in these ranges."""
     return bool(_RANGES[1](expr, ranges) == _RANGES[0].wrap(sympy.true))

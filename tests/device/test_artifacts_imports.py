@@ -24,6 +24,7 @@ from onnxtrain.onnxblock.optim import SGD, AdamW
 from tests.device.models import Transformer
 from tests.device.stock import Stock, facts
 from tests.reference import assert_matches, assert_matches_float64, with_gradients
+from tests.thinned import slow_except
 
 RNG = np.random.default_rng(0)
 
@@ -178,7 +179,7 @@ MIXES: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray], list[int], i
 }
 
 
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("portable", slow_except([False, True], True))
 @pytest.mark.parametrize("name", list(MIXES))
 def test_gradients_of_mixed_ops(name: str, portable: bool, tmp_path: Path) -> None:
     nodes, weights, shape, opset = MIXES[name]

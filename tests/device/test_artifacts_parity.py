@@ -20,6 +20,7 @@ from tests.device.generated import DECAY, adamw, artifacts, usual_artifacts
 from tests.device.models import MODELS, NAMES, Batch, batches, make
 from tests.device.stock import Stock, facts, train_torch
 from tests.reference import assert_matches, assert_matches_float64, in_both
+from tests.thinned import slow_except
 
 LR = 1e-3
 _VANISHING = 1e-5  # of the largest gradient of the tensor
@@ -175,7 +176,7 @@ def test_running_statistics_are_those_of_torch(tmp_path: Path) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("portable", slow_except([False, True], True))
 def test_optimizers(
     block: SGD | AdamW, make_optimizer: object, clip: float | None, portable: bool, tmp_path: Path
 ) -> None:
@@ -267,7 +268,7 @@ class Prime(torch.nn.Module):
         (SGD(), lambda p: torch.optim.SGD(p, lr=LR), None),
     ],
 )
-@pytest.mark.parametrize("make_module", [wide, Prime])
+@pytest.mark.parametrize("make_module", slow_except([wide, Prime], Prime))
 def test_large_parameters_are_updated_in_chunks(
     make_module: type[torch.nn.Module], block: SGD | AdamW, make_optimizer: object, clip: float | None, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from onnxtrain.onnxblock.optim import SGD
 from tests.device.models import Recurrent
 from tests.device.stock import Stock, train_torch
 from tests.reference import assert_matches
-from tests.thinned import slow_but_every
+from tests.thinned import slow_but_every, slow_except
 
 WIDTH, HIDDEN = 3, 4
 
@@ -31,7 +31,7 @@ def ids(samples: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     return words, torch.randint(0, 10, (samples,), generator=generator)
 
 
-@pytest.mark.parametrize("portable", [False, True], ids=["functions", "portable"])
+@pytest.mark.parametrize("portable", slow_except([False, True], True), ids=["functions", "portable"])
 @pytest.mark.parametrize("kind", slow_but_every(2, [nn.LSTM, nn.GRU, nn.RNN]))
 def test_all_lengths_train_as_in_torch(kind: type[nn.RNNBase], portable: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)

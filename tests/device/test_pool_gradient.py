@@ -12,6 +12,7 @@ from torch import nn
 from onnxtrain.artifacts import generate_artifacts
 from tests.device.stock import Stock
 from tests.reference import assert_matches, with_gradients
+from tests.thinned import slow_except
 
 POOLS = {
     "side by side": nn.MaxPool2d(2),
@@ -40,7 +41,7 @@ def operators(path: Path) -> set[str]:
     return {node.op_type for graph in (model.graph, *model.functions) for node in graph.node}
 
 
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("portable", slow_except([False, True], True))
 @pytest.mark.parametrize("name", list(POOLS))
 def test_the_gradient_is_that_of_torch(name: str, portable: bool, tmp_path: Path) -> None:
     """With ties, whose first element gets the gradient; elements outside all windows get none."""

@@ -120,7 +120,7 @@ def results(run: Any, module: nn.Module, x: torch.Tensor, training: bool, grad: 
     return structure, [*leaves, leaf.detach(), leaf.grad, *(p.grad for p in module.parameters()), *module.buffers()]
 
 
-@pytest.mark.parametrize("make", slow_but_every(2, PROGRAMS), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", slow_but_every(3, PROGRAMS), ids=lambda make: make.__name__)
 def test_it_equals_eager(make: type[Program]) -> None:
     torch.manual_seed(0)
     eager = make()

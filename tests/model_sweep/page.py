@@ -28,6 +28,8 @@ _RESULTS = {
     "hang": ("timeout", "exceed the time limit"),
 }
 _LONGEST_REASON = 160
+# What the table's column for the result says already.
+_RESULT = re.compile(r"^\S+ runs in PyTorch, not as (?:an|one) ONNX graph(?: but in pieces between graph breaks)?: ")
 _FOLDER = re.compile(r"(?:/[^\s/]+)+/(?:site-packages/|(?=tests/))")  # of a machine, before a file's own path
 
 _PAGE = """\
@@ -135,7 +137,7 @@ def _row(outcome: Outcome) -> str:
 
 def _cell(reason: str) -> str:
     """A reason as the text of a cell: one line, not too long, as code so that nothing in it is markup."""
-    line = " ".join(_FOLDER.sub("", reason).split()).replace("`", "'").replace("|", "\\|")
+    line = " ".join(_FOLDER.sub("", _RESULT.sub("", reason)).split()).replace("`", "'").replace("|", "\\|")
     if not line:
         return ""
     return f"`{line}`" if len(line) <= _LONGEST_REASON else f"`{line[:_LONGEST_REASON].rstrip()}`…"

@@ -91,6 +91,33 @@ def test_a_decision_leaves_out_what_it_does_not_read() -> None:
     assert engine_of(ours).captures == 2
 
 
+class AsksAfterWrites(nn.Module):
+    """What depends on parameters is written in place before the decision, which does not read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(x)
+        marks = torch.zeros_like(hidden)
+        marks[:, 0] = hidden[:, 0]
+        marks.view(-1)[1:].mul_(2.0)
+        flags = torch.zeros_like(mask)
+        flags.view(-1)[0] = mask.sum()
+        return hidden + marks if flags.any() else hidden
+
+
+def test_a_decision_leaves_out_writes_to_other_memory() -> None:
+    eager = AsksAfterWrites()
+    ours = ORTModule(copy.deepcopy(eager), **DISABLED)
+    for length in (3, 5):
+        for mark in (0, 2, 1):
+            x, mask = torch.randn(length, 4), torch.full((length,), mark)
+            assert_matches(ours(x, mask), eager, x, mask)
+    assert engine_of(ours).captures == 2
+
+
 def test_a_transformer_with_a_mask() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0)
     eager = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
@@ -148,10 +175,10 @@ class SkipsEmptySelections(nn.Module):
 @pytest.mark.parametrize(
     ("module", "got"),
     [
-        (AsksItsLayer(), "parameters or buffers"),
+        (AsksItsLayer(), "the module's parameters"),
         (Draws(), "samples random numbers"),
         (DropsLayers(), "samples random numbers"),
-        (SkipsEmptySelections(), "parameters or buffers"),
+        (SkipsEmptySelections(), "the module's parameters"),
     ],
 )
 def test_decisions_that_depend_on_more_than_the_arguments_are_refused(module: nn.Module, got: str) -> None:
@@ -160,6 +187,48 @@ def test_decisions_that_depend_on_more_than_the_arguments_are_refused(module: nn
     assert refused.value.where is not None
     assert __file__ in refused.value.where
     assert got in str(refused.value.got)
+
+
+class AsksABuffer(nn.Module):
+    """As EoMT, whose masks are phased out by a buffer; the steps are counted as a learning-rate warm-up does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("share", torch.ones(2))
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        if self.share[1] < 1:
+            x = x * 2
+        return x * self.scale if self.step % 3 == 0 else x - self.scale
+
+
+def test_a_decision_reads_a_buffer_as_it_is_at_each_call() -> None:
+    eager = AsksABuffer()
+    ours = ORTModule(copy.deepcopy(eager), **DISABLED)
+    for call in range(9):
+        if call == 4:
+            for module in (eager, ours.module):
+                module.share[1] = 0.5
+        if call == 6:
+            for module in (eager, ours.module):
+                module.share = torch.ones(2)
+        x = torch.randn(1 + call % 3, 2)
+        assert torch.equal(ours(x), eager(x))
+        assert torch.equal(ours.module.step, eager.step)
+    assert engine_of(ours).captures == 4, "two decisions, each with two answers"
+
+
+def test_modules_that_share_a_graph_read_their_own_buffers() -> None:
+    layers = [AsksABuffer(), AsksABuffer()]
+    layers[1].share[1] = 0.5
+    ours = [ORTModule(copy.deepcopy(layer), **DISABLED) for layer in layers]
+    x = torch.randn(3, 2)
+    for _ in range(3):
+        for got, eager in zip(ours, layers, strict=True):
+            assert torch.equal(got(x), eager(x))
 
 
 class Writes(nn.Module):

@@ -413,6 +413,7 @@ EFFECTS = {
     "log_level": ("observe/test_logs.py", "test_the_level_is_the_loggers"),
     "fallback_policy": ("module/test_faults.py", "test_errors_of_onnxtrain_keep_their_frames"),
     "fallback_retry": ("module/test_fallback.py", "test_capture_is_retried_only_on_request"),
+    "capture_seconds": ("module/test_capture_seconds.py", "test_a_capture_that_takes_too_long_is_given_up"),
     "pieces": ("dynamo/test_dynamo.py", "test_pieces_can_be_switched_off"),
     "custom_autograd": ("module/test_fallback.py", "test_custom_autograd_can_be_switched_off"),
     "tuning": (
@@ -526,7 +527,7 @@ class TestFormerOptions:
 
     def test_there_are_few_options_and_variables(self):
         own = {name for name in (*VARIABLES, *PROCESS_VARIABLES) if name.startswith("ONNXTRAIN_")}
-        assert len(knobs()) <= 20
+        assert len(knobs()) <= 21
         assert len(own) <= 8
 
 

@@ -165,7 +165,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", slow_but_every(2, FORMS))
+@pytest.mark.parametrize("form", slow_but_every(3, FORMS))
 def test_a_form_becomes_one_op(form: str) -> None:
     function, specs = FORMS[form]
     ours = check_capture(function, *specs, sizes=SIZES)

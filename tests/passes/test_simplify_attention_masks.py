@@ -17,6 +17,7 @@ from onnxtrain.graph.values import TensorType, set_type
 from onnxtrain.ops import builder
 from onnxtrain.ops.interfaces.element_formulas import Affine, Conditions
 from onnxtrain.passes.element_formulas import Formulas
+from tests.thinned import slow_except
 from tests.zoo.checks import compared
 from tests.zoo.entry import Call, Draw, ZooModel, ragged_mask
 
@@ -148,7 +149,9 @@ def language_model(padded: bool, positions: bool) -> ZooModel:
     return ZooModel("llama", lambda: transformers.LlamaForCausalLM(config), call)
 
 
-@pytest.mark.parametrize(("padded", "positions"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("padded", "positions"), slow_except([(False, False), (True, False), (False, True)], (True, False))
+)
 def test_models_of_transformers(padded: bool, positions: bool) -> None:
     """Without padding the mask is causal; padding and positions that the user gives keep theirs."""
     with compared(language_model(padded, positions)) as compare:

@@ -27,6 +27,7 @@ from tests.passes.less_work import (
     shapes,
     wrap,
 )
+from tests.thinned import slow_except
 from tests.zoo.entry import Call, Draw, ragged_mask
 
 IGNORED = -100
@@ -215,7 +216,7 @@ def _prompted(draw: Draw, batch: int, length: int) -> Call:
     return Call(kwargs={"input_ids": words, "attention_mask": mask, "labels": labels})
 
 
-@pytest.mark.parametrize("kind", ["bert", pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize("kind", slow_except(["bert", "gpt2", "llama"], "bert"))
 def test_a_language_model_equals_eager_and_scores_labelled_tokens_only(kind: str, tmp_path: Path) -> None:
     # Llama computes its norms in float32 also where the model is in float64: there is no other result to compare with.
     dtypes = (torch.float32,) if kind == "llama" else None

@@ -14,7 +14,8 @@ from torch import nn
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import CaptureError
-from tests.reference import assert_matches
+from onnxtrain.frontend.ort_module import engine_of
+from tests.reference import assert_each_no_worse, assert_matches
 from tests.thinned import slow_but_every
 from tests.zoo.checks import Comparison, compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
@@ -153,6 +154,58 @@ class LayerDrop(nn.Module):
                     continue
             x = F.dropout(layer(x), 0.2, self.training)
         return x
+
+
+class LayerDropByPython(LayerDrop):
+    """As MusicGen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.training and random.uniform(0, 1) < self.layerdrop:
+                continue
+            x = F.dropout(layer(x), 0.2, self.training)
+        return x
+
+
+@pytest.mark.parametrize("layerdrop", [-0.1, 0.0, 1.1])
+def test_layers_that_are_never_or_always_dropped_by_pythons_numbers(layerdrop: float) -> None:
+    with compared(ZooModel("layerdrop", lambda: LayerDropByPython(layerdrop), sequences, mean_square)) as compare:
+        states = []
+        for side in compare.sides():
+            random.seed(3)
+            for sizes in ((3, 4), (2, 5), (3, 4)):
+                side.call(*sizes)
+            states.append(random.getstate())
+        assert states[0] == states[1] == states[2]
+        compare.train(3, 4)
+        compare.train(2, 5)
+
+
+NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "random": lambda x: x * random.random(),
+    "uniform": lambda x: x - random.uniform(-3.0, 2.0) / 2,
+    "gauss": lambda x: torch.full_like(x, random.gauss(0.0, 2.0)) * x,
+    "twice": lambda x: x * random.random() + random.random(),
+    "an integer": lambda x: x * random.randint(2, 9),
+    "a shift": lambda x: torch.roll(x, 1) * random.betavariate(0.4, 0.4),
+    "unread": lambda x: x if random.random() < 2.0 else -x,
+}
+
+
+@pytest.mark.parametrize("name", slow_but_every(2, NUMBERS))
+def test_pythons_numbers_are_sampled_in_each_step(name: str) -> None:
+    entry = ZooModel(name, lambda: Function(NUMBERS[name]), sequences, mean_square)
+    with compared(entry) as compare:
+        outputs, states = [], []
+        for side in compare.sides():
+            random.seed(3)
+            outputs.append([side.call(3, 4)[1].detach() for _ in range(5)])
+            states.append(random.getstate())
+        for got, eager, exact in zip(*outputs, strict=True):
+            assert_each_no_worse(name, got, eager, exact)
+        assert states[0] == states[1] == states[2]
+        assert name == "unread" or not torch.equal(outputs[0][0], outputs[0][1])
+        assert engine_of(compare.got.run).captures == 1
 
 
 @pytest.mark.parametrize("layerdrop", [0.0, 1.0])
@@ -295,6 +348,9 @@ def test_generators_outside_of_the_module_are_not_frozen(name: str) -> None:
         ours(x)
 
 
+REASONS = {"random": "runs the user's Python"}  # a node of the graph samples it
+
+
 class DropsLayers(nn.Module):
     """Drop each layer with probability 1/2, by Python's or numpy's random numbers."""
 
@@ -313,7 +369,9 @@ class DropsLayers(nn.Module):
 @pytest.mark.parametrize("name", PYTHONS)
 def test_layers_dropped_by_pythons_numbers(name: str) -> None:
     """A graph would drop the same layers in every step."""
-    entry = ZooModel(name, lambda: DropsLayers(PYTHONS[name]), sequences, mean_square, falls_back="random generator")
+    entry = ZooModel(
+        name, lambda: DropsLayers(PYTHONS[name]), sequences, mean_square, falls_back=REASONS.get(name, "generator")
+    )
     with compared(entry) as compare:
         outputs, after = [], []
         for side in compare.sides():

@@ -37,6 +37,7 @@ from onnxtrain.ops.definition import OPSET
 from onnxtrain.ops.dtypes import ONNX_DTYPES
 from onnxtrain.ops.interfaces.memory_format import EAGERS_FORMAT
 from onnxtrain.ops.python_function.node import TORCH_OP as PYTHON_OP
+from onnxtrain.system.time_limit import check_time
 from onnxtrain.torch_compat import pytree
 from onnxtrain.torch_compat.decompositions import auto_functionalized
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
@@ -92,6 +93,7 @@ class _Walk:
     def visit(self, node: torch.fx.Node) -> None:
         if node in self._values:
             return
+        check_time()
         match node.op:
             case "placeholder":
                 self._placeholder(node)

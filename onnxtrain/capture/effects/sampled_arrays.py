@@ -3,7 +3,8 @@
     mask = torch.tensor(mask_spans((b, s), 0.05))     ──>     python_op([], [b, s], "mask_spans#0") -> [mask]
 
 The node calls the user's function in every run, with the arguments of that run, so that a step samples what eager's
-does and leaves the generator as eager's does. A trial run shows that the function samples, and that it returns a new
+does and leaves the generator as eager's does. Functions of Python's random module that return a number become nodes
+likewise (`sampled_numbers`). A trial run shows that the function samples, and that it returns a new
 array whose shape depends on sizes only; all others run as they are, and `refuse_other_generators` refuses their
 samples. Forward gets a `SampledArray`: the elements of each step are known only in the graph, so that PyTorch's
 functions can make a tensor of them, and numpy cannot compute with them.
@@ -27,6 +28,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onnxtrain.capture import source_location
+from onnxtrain.capture.effects.sampled_numbers import capturing_number, samples_number
 from onnxtrain.capture.export.checkpoint_regions import current_region
 from onnxtrain.capture.key.executed_code import with_nested
 from onnxtrain.capture.python_functions.calls import FunctionCalls
@@ -62,7 +64,8 @@ def sampling_by_nodes(
             stack.enter_context(FROM_NUMPY.replaced_in_thread(partial(_from_numpy, FROM_NUMPY.original)))
             stack.enter_context(_ArraysToTensors())
         for scope, name, function in functions:
-            scope[name] = in_thread(_capturing(function, calls), function)
+            capture_calls = capturing_number if samples_number(function) else _capturing
+            scope[name] = in_thread(capture_calls(function, calls), function)
             stack.callback(scope.__setitem__, name, function)
         yield
 
@@ -81,15 +84,20 @@ def _sampling_functions(module: torch.nn.Module, codes: Iterable[tuple[CodeType,
     functions = [(scope, name, f) for scope in scopes.values() for name, f in scope.items() if _samples(f)]
     if functions or any(_names_generator(code, scope) for code, scope in all_codes):
         functions += [(vars(_NUMPY), name, f) for name, f in vars(_NUMPY).items() if _is_sampler(f)]
+        functions += [(vars(random), name, f) for name, f in vars(random).items() if samples_number(f)]
     return functions
 
 
 def _samples(value: Any) -> bool:
-    return _is_sampler(value) or (_is_of_user(value) and _names_generator(value.__code__, value.__globals__))
+    return (
+        _is_sampler(value)
+        or samples_number(value)
+        or (_is_of_user(value) and _names_generator(value.__code__, value.__globals__))
+    )
 
 
 def _is_sampler(value: Any) -> bool:
-    """Return whether a value is a function of numpy that samples from its generator; Python's return no arrays."""
+    """Return whether a value is a function of numpy that samples from its generator."""
     return isinstance(value, _METHODS) and value.__self__ is _NUMPY.rand.__self__ and value.__name__ not in _NO_SAMPLERS
 
 

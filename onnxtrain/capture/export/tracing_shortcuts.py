@@ -37,6 +37,7 @@ from torch.fx.proxy import TracerBase
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.export.meta_functions import fast_meta_functions
+from onnxtrain.system.time_limit import check_time
 from onnxtrain.torch_compat.decompositions import list_composites_once, register_kernel
 from onnxtrain.torch_compat.patch_points import (
     CREATE_NODE,
@@ -97,6 +98,7 @@ def _with_source_line(owner: int, original: Callable[..., Node]) -> Callable[...
     def create_node(self: TracerBase, *args: Any, **kwargs: Any) -> Node:
         if threading.get_ident() != owner:
             return original(self, *args, **kwargs)
+        check_time()
         recording, self.record_stack_traces = self.record_stack_traces, False
         try:
             node = original(self, *args, **kwargs)

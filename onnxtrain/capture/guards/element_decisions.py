@@ -1,7 +1,8 @@
-"""Python control flow that depends on tensor values of the arguments: `if mask.all():`, `range(lengths.max().item())`.
+"""Python control flow that depends on tensor values: `if mask.all():`, `range(lengths.max().item())`.
 
 A graph has no branches, so it is valid for the calls in which forward takes the same branches. The condition of each
-branch is captured as a small graph from the arguments to the tensor that Python tests, and that graph becomes a guard.
+branch is captured as a small graph to the tensor that Python tests, from the arguments and from the module's buffers;
+that graph becomes a guard.
 Forward is traced up to the first condition without an answer; its value in this call is computed; forward is traced
 again.
 
@@ -23,7 +24,7 @@ import torch
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFunction
 from torch.export.exported_program import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.node import map_arg
@@ -60,12 +61,25 @@ class _Condition:
 
 
 @dataclass(frozen=True)
+class _Buffer:
+    """A buffer that a decision reads: the attribute `name` of `owner`, and `path` from the exported module."""
+
+    owner: torch.nn.Module
+    name: str
+    path: str
+
+    def value(self) -> torch.Tensor:
+        tensor: torch.Tensor = getattr(self.owner, self.name)
+        return tensor
+
+
+@dataclass(frozen=True)
 class ElementDecision:
     """What Python reads of the tensors that `graph` computes from the arguments.
 
     Attributes:
         graph: takes `lifted`, then the flat inputs of a call.
-        lifted: constants of the graph; None for a parameter or buffer, which it does not read.
+        lifted: constants and buffers of the graph; None for a parameter or buffer that it does not read.
         answer: what forward got during the capture: a truth value, or the number if the condition is one.
         where: the source location of the test.
         condition: what is read of the values that the graph computes; None for the truth value of its tensor.
@@ -88,7 +102,7 @@ class ElementDecision:
             (self.where, self.answer) == (other.where, other.answer)
             and _without_names(self.graph.graph) == _without_names(other.graph.graph)
             and str(self.condition and self.condition.expression) == str(other.condition and other.condition.expression)
-            and all(map(same_constant, self.lifted, other.lifted))
+            and all(map(_same_lifted, self.lifted, other.lifted))
         )
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -254,16 +268,23 @@ class ElementDecisions:
         self.is_undecided, self._where, self._expression = True, where, expr
         return UndecidedError(*map(partial(_as_tensor, env), _data_dependent_symbols(expr)))
 
-    def decide(self, program: ExportedProgram) -> None:
+    def decide(self, program: ExportedProgram, exported: torch.nn.Module) -> None:
         """Answer the decision at which the trace stopped, with the value of the tensor that `program` returns.
 
         Raises:
-            CaptureError: the tensor depends on more than the arguments, or takes too many operators to compute.
+            CaptureError: the tensor depends on more than the arguments and the buffers of the `exported` module, or
+                takes too many operators to compute.
         """
         condition = None if self._expression is None else _condition(program, self._expression, self._where)
-        graph, lifted = _guard(program, self._where, len(self.answered))
+        graph, lifted = _guard(program, exported, self._where, len(self.answered))
         answer = _read(graph, lifted, self._tensors, condition)
         self.answered.append(ElementDecision(graph, lifted, answer, self._where, condition))
+
+
+def _same_lifted(one: Any, other: Any) -> bool:
+    if isinstance(one, _Buffer) and isinstance(other, _Buffer):  # of the same module, or of one with the same graph
+        return one.path == other.path
+    return same_constant(one, other)
 
 
 def _without_names(graph: torch.fx.Graph) -> list[str]:
@@ -278,7 +299,7 @@ def _read(
     graph: torch.fx.GraphModule, lifted: Sequence[Any], tensors: Sequence[torch.Tensor], condition: _Condition | None
 ) -> int:
     with torch.no_grad():
-        values = graph(*lifted, *tensors)
+        values = graph(*(x.value() if isinstance(x, _Buffer) else x for x in lifted), *tensors)
         return bool(values[0]) if condition is None else condition.evaluate(tensors, [v.item() for v in values])
 
 
@@ -331,15 +352,15 @@ def _is_decidable(expr: Any) -> bool:
     return is_exact and bool(expr.is_integer)
 
 
-def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
+def _guard(
+    program: ExportedProgram, exported: torch.nn.Module, where: str, answered: int
+) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
     graph = program.graph_module
     kinds = [spec.kind for spec in program.graph_signature.input_specs]
     placeholders = graph.graph.find_nodes(op="placeholder")
     inputs = [node for node, kind in zip(placeholders, kinds, strict=True) if kind == InputKind.USER_INPUT]
     read_sizes_from_inputs(graph.graph, inputs)
-    for node in reversed(graph.graph.nodes):
-        if not node.users and _is_dead(node):
-            graph.graph.erase_node(node)
+    _remove_unread(graph.graph)
     _write_into_copies(graph.graph)
     graph.recompile()
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
@@ -348,6 +369,8 @@ def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.f
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind == InputKind.CONSTANT_TENSOR:
             lifted.append(program.constants[str(spec.target)])
+        elif node.users and (buffer := _buffer(spec, exported)) is not None:
+            lifted.append(buffer)
         elif spec.kind != InputKind.USER_INPUT:
             lifted.append(None)
             reads_parameters = reads_parameters or bool(node.users)
@@ -355,18 +378,29 @@ def _guard(program: ExportedProgram, where: str, answered: int) -> tuple[torch.f
         raise CaptureError(
             "forward branches in Python on tensor values (data-dependent control flow)",
             where=where,
-            expected=f"at most {_MAX_DECISIONS} branches, on values that {_MAX_NODES} operators compute from inputs",
+            expected=f"at most {_MAX_DECISIONS} branches, on values that {_MAX_NODES} operators compute from inputs "
+            "and buffers",
             got=obstacle,
             todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
         )
     return graph, tuple(lifted)
 
 
+def _buffer(spec: InputSpec, exported: torch.nn.Module) -> _Buffer | None:
+    """Return the buffer that a placeholder stands for; None for anything else, such as the shard of a tensor."""
+    if spec.kind != InputKind.BUFFER:
+        return None
+    path = str(spec.target)
+    owner, _, name = path.rpartition(".")
+    buffer = _Buffer(exported.get_submodule(owner), name, path)
+    return buffer if type(buffer.value()) is torch.Tensor else None
+
+
 def _write_into_copies(graph: torch.fx.Graph) -> None:
     """Let the operators that change an input in place, as those of forward before the test, change a copy of it."""
     changed = [w for node in graph.nodes if node.op == "call_function" for w in _written(node)]
-    for placeholder in {_memory_of(tensor) for tensor in changed}:
-        if isinstance(placeholder, torch.fx.Node) and placeholder.op == "placeholder":
+    for placeholder in _memory_of(changed):
+        if placeholder.op == "placeholder":
             with graph.inserting_after(placeholder):
                 copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
             copy.meta["val"] = placeholder.meta.get("val")
@@ -380,28 +414,46 @@ def _written(node: torch.fx.Node) -> list[Any]:
     return [a for a, s in zip(node.args, schema_of(node.target).arguments, strict=False) if s.is_write]
 
 
-def _memory_of(tensor: Any) -> Any:
-    """Return the node that allocated the memory of a tensor, or the input whose memory it is."""
-    while isinstance(tensor, torch.fx.Node) and isinstance(tensor.target, OpOverload):
-        schema = schema_of(tensor.target)
-        aliased = [a for a, s in zip(tensor.args, schema.arguments, strict=False) if s.is_write or s.alias_info]
-        if len(aliased) != 1:
-            break
-        tensor = aliased[0]
-    return tensor
+def _memory_of(tensor: Any) -> set[torch.fx.Node]:
+    """Return the node that allocated the memory of a tensor, or the input whose memory it is; of a list, all of them."""
+    if isinstance(tensor, list | tuple):
+        return {memory for each in tensor for memory in _memory_of(each)}
+    if not isinstance(tensor, torch.fx.Node):
+        return set()
+    if tensor.target is operator.getitem:  # of an operator's results
+        return _memory_of(tensor.args[0])
+    if not isinstance(tensor.target, OpOverload):
+        return {tensor}
+    schema = schema_of(tensor.target)
+    aliased = [a for a, s in zip(tensor.args, schema.arguments, strict=False) if s.is_write or s.alias_info]
+    return {memory for each in aliased for memory in _memory_of(each)} or {tensor}
 
 
-def _is_dead(node: torch.fx.Node) -> bool:
-    """Return whether a node without users can be removed, such as a dropout or an assertion before the decision."""
-    if node.op != "call_function":
-        return False
-    return not schema_of(node.target).is_mutable if isinstance(node.target, OpOverload) else not node.is_impure()
+def _remove_unread(graph: torch.fx.Graph) -> None:
+    """Remove what the decision does not read: also a dropout, an assertion, and what changes other memory in place."""
+    unread = list(graph.nodes)
+    read: set[torch.fx.Node] = set()
+    memory: set[torch.fx.Node] = set()
+
+    def is_read(node: torch.fx.Node) -> bool:
+        if node.op != "call_function":
+            return True
+        if not isinstance(node.target, OpOverload):
+            return node.is_impure()
+        return not memory.isdisjoint(_memory_of(_written(node)))
+
+    while found := [node for node in unread if not read.isdisjoint(node.users) or is_read(node)]:
+        read.update(found)
+        memory.update(_memory_of([part for node in found for part in node.all_input_nodes]))
+        unread = [node for node in unread if node not in read]
+    for node in reversed(unread):
+        graph.erase_node(node)
 
 
 def _obstacle(calls: Sequence[torch.fx.Node], answered: int, *, reads_parameters: bool) -> str:
     """Say why a decision cannot become a guard; "" if it can."""
     if reads_parameters:
-        return "a decision that depends on the module's parameters or buffers"
+        return "a decision that depends on the module's parameters"
     if answered == _MAX_DECISIONS:
         return f"more than {_MAX_DECISIONS} decisions"
     operators = sum(isinstance(node.meta.get("val"), torch.Tensor) for node in calls)  # without arithmetic of sizes

@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.data_dependent_sizes import DataDependentSizes, bounds_of, symbolic_sizes
 from onnxtrain.capture.guards.size_decisions import InputDim
+from onnxtrain.system.time_limit import check_time
 from onnxtrain.torch_compat.fake_tensors import FakeTensorMode
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.symbols import is_data_dependent, unreplaced_expression
@@ -120,6 +121,7 @@ class Proof:
         for node in self.graph_module.graph.nodes:
             if node.op == "output":
                 break
+            check_time()
             expected = node.meta.get("val")
             if node.op == "placeholder":
                 results[node] = _fake(expected, binding)

@@ -10,11 +10,9 @@ torch.export would make a dimension of size 1 static. Its example is made larger
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,9 +24,9 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from onnxtrain.capture import source_location
 from onnxtrain.capture.source_location import PACKAGE
 from onnxtrain.errors import CaptureError
+from onnxtrain.system.time_limit import check_time
 from onnxtrain.torch_compat.patch_points import EVALUATE_SIZES, SIZE_COMPARISONS, SIZE_TEXTS
 
 InputDim: TypeAlias = tuple[int, int]  # the index of a flat tensor, and of one of its dimensions
@@ -77,10 +75,6 @@ class SizeDecision:
     forced: bool
 
 
-class SlowSizesError(CaptureError):
-    """A capture spends too much time on expressions over sizes."""
-
-
 class SizeDecisions:
     """The decisions of one capture: those that the user's code takes while `recording()` is held around torch.export.
 
@@ -88,7 +82,6 @@ class SizeDecisions:
         tensors: the call's tensors.
         example: the example sizes.
         fixed: the indices of the inputs whose dimensions are all static.
-        seconds: the processor time of this thread after which the evaluation of a size raises SlowSizesError.
 
     Attributes:
         sizes: the real sizes of the inputs.
@@ -103,7 +96,6 @@ class SizeDecisions:
         tensors: Sequence[torch.Tensor],
         example: Example | None = None,
         fixed: Collection[int] = (),
-        seconds: float = math.inf,
     ) -> None:
         real = self.sizes = tuple(tuple(tensor.shape) for tensor in tensors)
         changed = {(i, d): size for (i, d), size in (example or {}).items() if real[i][d] != size}
@@ -112,23 +104,18 @@ class SizeDecisions:
         self.recorded: dict[Any, SizeDecision] = {}
         self.fixed = frozenset(fixed)
         self._changed = frozenset(changed)
-        self._seconds, self._end = seconds, time.thread_time() + seconds
-        self._late: SlowSizesError | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the decisions of this thread.
-
-        Raises:
-            SlowSizesError: the trace takes longer than it may.
-        """
+        """Record the decisions of this thread."""
         owner = threading.get_ident()
         evaluate = EVALUATE_SIZES.original
 
         def recording_evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
-            frame = _user_frame(sys._getframe(1)) if threading.get_ident() == owner else None
-            if threading.get_ident() == owner:
-                self._refuse_if_late(expr)
+            if threading.get_ident() != owner:
+                return evaluate(env, expr, *args, **kwargs)
+            check_time()
+            frame = _user_frame(sys._getframe(1))
             if frame is None or not getattr(expr, "free_symbols", None):
                 return evaluate(env, expr, *args, **kwargs)
             real = self._with_real_sizes(env, expr)
@@ -162,23 +149,6 @@ class SizeDecisions:
             for point in SIZE_TEXTS:
                 stack.enter_context(point.wrapped(formatting_value))
             yield
-        self._refuse_if_swallowed()
-
-    def _refuse_if_late(self, expr: Any) -> None:
-        if time.thread_time() > self._end:
-            self._late = SlowSizesError(
-                "expressions over sizes take too long to evaluate",
-                where=source_location.of_caller(),
-                expected=f"a trace of at most {self._seconds:.0f} s",
-                got=f"{str(expr)[:80]}",
-                todo="the module is captured with the sizes of images fixed",
-            )
-            raise self._late
-
-    def _refuse_if_swallowed(self) -> None:
-        """Raise the error again that a handler in forward or in PyTorch has caught, and then gone another way."""
-        if self._late is not None:
-            raise self._late
 
     def record_not_one(self, size: torch.SymInt, where: str) -> None:
         """Record that a size is not 1, as the trace assumes.

@@ -650,7 +650,7 @@ def tokens(*batches: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": i, "attention_mask": torch.ones_like(i), "labels": i} for i in ids]
 
 
-@pytest.mark.parametrize("name", slow_but_every(2, COPIED))
+@pytest.mark.parametrize("name", slow_but_every(3, COPIED))
 def test_copies_equal_traces(name: str, copies: list[int], all_traced: Callable[[], None]) -> None:
     make, count = COPIED[name]
     with_copies = run(make, vectors(3, 4))

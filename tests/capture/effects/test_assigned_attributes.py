@@ -14,6 +14,7 @@ from torch import nn
 
 from onnxtrain import FallbackPolicy, ORTModule, prepare
 from tests.reference import assert_matches
+from tests.thinned import slow_but_every
 from tests.zoo.checks import count_captures
 
 WIDTH = 4
@@ -111,7 +112,7 @@ def values(module: nn.Module) -> Sequence[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", slow_but_every(2, KINDS), ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("entry_point", ["ORTModule", "blocks", "stored"])
 def test_each_call_leaves_the_values_of_eager(kind: type[nn.Module], entry_point: str, tmp_path: Path) -> None:
     eager = kind()

@@ -112,7 +112,7 @@ def _record_shortcuts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("name", slow_but_every(2, CALLS))
+@pytest.mark.parametrize("name", slow_but_every(3, CALLS))
 def test_shapes_match_pytorch(name: str, requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, is_shortcut = CALLS[name]
     tensors = [t.clone().requires_grad_(requires_grad and t.is_floating_point()) for t in tensors]

@@ -99,7 +99,7 @@ REWRITTEN = [
 RETRACED = [autocast_switched_off_inside, cast_inside_a_composite]
 
 
-@pytest.mark.parametrize("call", slow_but_every(2, [*REWRITTEN, *RETRACED]), ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", slow_but_every(3, [*REWRITTEN, *RETRACED]), ids=lambda call: call.__name__)
 def test_the_graph_matches_pytorchs_functionalization(
     call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,7 +218,7 @@ def no_warning_of_fallbacks() -> Iterator[None]:
 
 
 @AFTER
-@pytest.mark.parametrize("name", slow_but_every(3, MODULE))
+@pytest.mark.parametrize("name", slow_but_every(4, MODULE))
 def test_a_change_of_the_module(calls: int, name: str) -> None:
     plain, ours, x = prepared(calls)
     MODULE[name](plain)

@@ -163,7 +163,7 @@ def check(model: torch.nn.Module, ours: Any) -> None:
 
 
 @pytest.mark.parametrize(("calls", "training"), [(2, False), (300, True)], ids=["2, eval", "300, train"])
-@pytest.mark.parametrize("name", slow_but_every(2, CHANGES))
+@pytest.mark.parametrize("name", slow_but_every(3, CHANGES))
 @pytest.mark.filterwarnings("error")
 def test_a_change(name: str, calls: int, training: bool) -> None:
     kind, change = CHANGES[name]

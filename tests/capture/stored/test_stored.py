@@ -217,7 +217,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", slow_but_every(2, list(CHANGES)))
+@pytest.mark.parametrize("change", slow_but_every(3, list(CHANGES)))
 def test_a_change_needs_another_capture(
     change: str, tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
