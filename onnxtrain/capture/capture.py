@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import onnx_ir as ir
 import torch
@@ -51,6 +51,7 @@ from onnxtrain.capture.functionalize.strided_reads import read_in_memory_order
 from onnxtrain.capture.functionalize.views import declare_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
 from onnxtrain.capture.guards.element_decisions import ElementDecisions
+from onnxtrain.capture.guards.finite_checks import AssumedAnswer
 from onnxtrain.capture.guards.guards import AssumptionError, Guards, compile_guards
 from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
@@ -75,6 +76,7 @@ from onnxtrain.torch_compat.tensors import own_memory
 
 _PREFIX = "module."
 _SECONDS_FOR_IMAGES = 20.0  # of this thread's processor time
+_SLOW_SIZES: WeakSet[torch.nn.Module] = WeakSet()  # modules for which they did not suffice
 
 
 class _SlowSizesError(CaptureError):
@@ -130,6 +132,7 @@ class Captured:
         stored_name: the name of the stored capture that this one was loaded from or saved as; "" if there is none.
         written_views: results that are views of tensors that `mutations` change.
         assigned: attributes of modules that each call assigns; not among `reads`.
+        assumed: the answers of forward's tests of finite values, which each call has to check.
     """
 
     model: ir.Model
@@ -146,6 +149,7 @@ class Captured:
     kept_results: tuple[int, ...] | None = None
     stored_name: str = ""
     written_views: tuple[WrittenView, ...] = ()
+    assumed: tuple[AssumedAnswer, ...] = ()
 
     def has_same_graph(self, other: Captured) -> bool:
         """Return whether another capture, of any module or state, is the same graph at all sizes."""
@@ -154,7 +158,8 @@ class Captured:
             == [(v.dtype, v.shape) for v in other.model.graph.inputs]
             and self.sources == other.sources
             and (self.result_count, self.mutations, self.sizes) == (other.result_count, other.mutations, other.sizes)
-            and (self.written_views, self.assigned) == (other.written_views, other.assigned)
+            and (self.written_views, self.assigned, self.assumed)
+            == (other.written_views, other.assigned, other.assumed)
             and self.output == other.output
             and (self.stored_name == other.stored_name != "" or self.guards.same_graph(other.guards))
         )
@@ -169,6 +174,7 @@ def capture(
     call_forward: ForwardCall | None = None,
     fixed_sizes: Collection[int] = (),
     outside_is_input: bool = False,
+    may_assume: bool = False,
 ) -> Captured:
     """Capture `module` for inputs of this structure.
 
@@ -182,6 +188,7 @@ def capture(
         fixed_sizes: the indices of the tensors whose dimensions are all static.
         outside_is_input: whether tensors that forward reads from outside the module become graph inputs; otherwise
             they become constants.
+        may_assume: whether the graph may assume answers that each call has to check (`Captured.assumed`).
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
@@ -189,9 +196,13 @@ def capture(
     """
     refuse_if_lacking()
     start = time.perf_counter()
-    wrap = partial(Wrapper, module, structure, side_effects, call_forward)
+
+    def wrap(with_checks: bool) -> Wrapper:
+        elements = ElementDecisions(tensors, may_assume=may_assume, with_checks=with_checks)
+        return Wrapper(module, structure, side_effects, call_forward, elements)
+
     try:
-        captured = _first_valid_capture(wrap, tensors, suggested, fixed_sizes, outside_is_input)
+        captured = _first_valid_capture(wrap, module, tensors, suggested, fixed_sizes, outside_is_input)
     except ORTModuleFallbackException as error:
         side_effects.refuse_assignments(error)
         raise
@@ -200,7 +211,8 @@ def capture(
 
 
 def _first_valid_capture(
-    wrap: Callable[[ElementDecisions], Wrapper],
+    wrap: Callable[[bool], Wrapper],
+    module: torch.nn.Module,
     tensors: Sequence[torch.Tensor],
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
@@ -211,16 +223,18 @@ def _first_valid_capture(
     Windows of images, as Swin's, have sizes that PyTorch takes minutes to compare. Then the sizes of images are fixed.
     """
     images = frozenset(i for i, tensor in enumerate(tensors) if tensor.dim() >= 4) - frozenset(fixed_sizes)
-    try:
-        seconds = _SECONDS_FOR_IMAGES if images else None
-        return _first_valid_of(wrap, tensors, suggested, fixed_sizes, outside_is_input, seconds)
-    except _SlowSizesError as error:
-        LOG.info("captured again with the sizes of images fixed: %s", error)
+    if not images or module not in _SLOW_SIZES:
+        try:
+            seconds = _SECONDS_FOR_IMAGES if images else None
+            return _first_valid_of(wrap, tensors, suggested, fixed_sizes, outside_is_input, seconds)
+        except _SlowSizesError as error:
+            LOG.info("captured again with the sizes of images fixed: %s", error)
+            _SLOW_SIZES.add(module)
     return _first_valid_of(wrap, tensors, (), images.union(fixed_sizes), outside_is_input, None)
 
 
 def _first_valid_of(
-    wrap: Callable[[ElementDecisions], Wrapper],
+    wrap: Callable[[bool], Wrapper],
     tensors: Sequence[torch.Tensor],
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
@@ -241,7 +255,7 @@ def _first_valid_of(
 
 
 def _capture_decided(
-    wrap: Callable[[ElementDecisions], Wrapper],
+    wrap: Callable[[bool], Wrapper],
     tensors: Sequence[torch.Tensor],
     example: Example,
     fixed_sizes: Collection[int],
@@ -249,14 +263,13 @@ def _capture_decided(
     seconds: float | None,
 ) -> Captured:
     """Capture with the user's checks of data-dependent sizes as guards only if the graph needs them."""
-    elements = ElementDecisions(tensors)
+    wrapper = wrap(False)
     try:
-        return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes), outside_is_input, seconds)
+        return _capture(wrapper, SizeDecisions(tensors, example, fixed_sizes), outside_is_input, seconds)
     except AssumptionError:
-        if not elements.unanswered_checks:
+        if not wrapper.elements.unanswered_checks:
             raise
-    elements = ElementDecisions(tensors, with_checks=True)
-    return _capture(wrap(elements), SizeDecisions(tensors, example, fixed_sizes), outside_is_input, seconds)
+    return _capture(wrap(True), SizeDecisions(tensors, example, fixed_sizes), outside_is_input, seconds)
 
 
 def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool, seconds: float | None) -> Captured:
@@ -422,7 +435,16 @@ def _assemble(
     assigned = replace(output.assigned, sizes=tuple(sizes_out[count:]))
     own_sizes = tuple(sizes_out[:count])
     return Captured(
-        model, sources, len(results), mutations, own_sizes, output.structure, guards, assigned, constants=constants
+        model,
+        sources,
+        len(results),
+        mutations,
+        own_sizes,
+        output.structure,
+        guards,
+        assigned,
+        constants=constants,
+        assumed=output.assumed,
     )
 
 

@@ -82,7 +82,7 @@ def keep_outputs(captured: Captured, names: Sequence[str] | None) -> Captured:
     tree = _drop(captured.output.tree, "", names, new_indices)
     graph = captured.model.graph
     outputs = list(graph.outputs)
-    kept = tuple(new_indices)
+    kept = (*new_indices, *(each.result for each in captured.assumed))
     graph.outputs.clear()
     graph.outputs.extend([*(outputs[i] for i in kept), *outputs[captured.result_count :]])
     dropped = captured.result_count - len(kept)
@@ -91,6 +91,7 @@ def keep_outputs(captured: Captured, names: Sequence[str] | None) -> Captured:
         result_count=len(kept),
         mutations=tuple(replace(m, output=m.output - dropped) for m in captured.mutations),
         output=OutputStructure(tree, tuple(captured.output.names[i] for i in kept)),
+        assumed=tuple(replace(each, result=kept.index(each.result)) for each in captured.assumed),
         kept_results=kept,
         written_views=tuple(
             replace(v, result=new_indices[v.result]) for v in captured.written_views if v.result in new_indices

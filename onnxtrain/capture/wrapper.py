@@ -15,6 +15,7 @@ from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
 from onnxtrain.capture.effects.layout_changes import Layouts
 from onnxtrain.capture.effects.side_effects import SideEffects
 from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
+from onnxtrain.capture.guards.finite_checks import AssumedAnswer
 from onnxtrain.capture.key.attribute_accesses import AttributeAccesses
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.refusals import refuse_moved_results
@@ -29,11 +30,19 @@ ForwardCall: TypeAlias = Callable[..., Any]
 
 
 class OutputHolder:
-    """Carries what forward returned and assigned out of torch.export, which undoes assignments to attributes."""
+    """Carries what forward returned and assigned out of torch.export, which undoes assignments to attributes.
+
+    Attributes:
+        structure: of the output.
+        assigned: the attributes that forward assigned.
+        assigned_sizes: the number of sizes among their values.
+        assumed: the answers that forward got without a decision, with indices among the results.
+    """
 
     structure: OutputStructure
     assigned: AssignedAttributes
     assigned_sizes: int
+    assumed: tuple[AssumedAnswer, ...]
 
 
 class Wrapper(torch.nn.Module):
@@ -105,5 +114,13 @@ class Wrapper(torch.nn.Module):
                 todo="the module runs in PyTorch; let forward copy the container before it changes it",
             )
         del args, kwargs
-        self.fakes.record_held([*leaves, *tensors])
-        return [*leaves, *assigned_sizes]
+        tested = self._assume(self.output.structure)
+        self.fakes.record_held([*leaves, *tensors, *tested])
+        return [*leaves, *assigned_sizes, *tested]
+
+    def _assume(self, output: OutputStructure) -> list[torch.Tensor]:
+        """Return the tensors whose truth the graph assumes: they are further results, after those of the output."""
+        first, assumed = len(output.names), self.elements.assumed
+        output.names += tuple(f"is_finite_{i}" for i in range(len(assumed)))
+        self.output.assumed = tuple(AssumedAnswer(first + i, answer, w) for i, (_, answer, w) in enumerate(assumed))
+        return [tensor for tensor, _, _ in assumed]

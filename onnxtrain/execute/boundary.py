@@ -18,6 +18,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.effects.written_views import WrittenView
+from onnxtrain.capture.guards.finite_checks import AssumedAnswer, check_answers
 from onnxtrain.capture.source_location import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program
@@ -105,6 +106,7 @@ class Unit:
         forward: the forward program: tensors -> results, new values of mutated inputs, kept tensors.
         num_results: how many results the user sees.
         mutations: the indices of the mutated inputs.
+        assumed: the answers that the graph assumes, among the results.
         differentiable: for each result, whether autograd may pass a cotangent; all False for inference.
         views: for each result, "view" if it may share an input's memory, "detached" if it may and was detached from
             the input, else "".
@@ -147,8 +149,10 @@ class Unit:
         written_views: Sequence[WrittenView] = (),
         inputs: Sequence[ir.Value] = (),
         runs_python: bool = False,
+        assumed: Sequence[AssumedAnswer] = (),
     ) -> None:
         self.forward = forward
+        self.assumed = tuple(assumed)
         self.runs_python = runs_python
         self.num_results = num_results
         self.mutations = tuple(mutations)
@@ -194,12 +198,18 @@ class Unit:
         return self._with_views(results, tensors) if self._any_views else results
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Run the forward program and write mutated inputs back; returns its outputs and sizes."""
+        """Run the forward program and write mutated inputs back; returns its outputs and sizes.
+
+        Raises:
+            WrongAnswerError: the call is not as the graph assumes; nothing is written.
+        """
         if dispatch.is_any_autocast_enabled():  # the graph holds the casts already
             with torch.autocast(self.device_type, enabled=False):
                 outputs, sizes = self.forward.run(tensors, ())
         else:
             outputs, sizes = self.forward.run(tensors, ())
+        if self.assumed:
+            check_answers(self.assumed, outputs)
         if self.mutations:
             self.write_back(tensors, outputs)
         return outputs, sizes
@@ -276,6 +286,15 @@ class RandomState(NamedTuple):
     gpus: list[tuple[torch.device, torch.Tensor]]
     attention_kernels: attention_switches.Kernels
     python: PythonStates | None = None
+
+
+def set_random_state(state: RandomState) -> None:
+    """Let the next samples be those that followed the state."""
+    torch.set_rng_state(state.cpu)
+    for device, gpu_state in state.gpus:
+        torch.cuda.set_rng_state(gpu_state, device)
+    if state.python is not None:
+        set_python_states(state.python)
 
 
 def random_state(tensors: Sequence[torch.Tensor], runs_python: bool = False) -> RandomState:
@@ -473,11 +492,7 @@ def differentiable_backward(
     if unit.is_random:
         state: RandomState = ctx.random_state
         with torch.random.fork_rng(devices=[device for device, _ in state.gpus]), python_states_kept():
-            if state.python is not None:
-                set_python_states(state.python)
-            torch.set_rng_state(state.cpu)
-            for device, gpu_state in state.gpus:
-                torch.cuda.set_rng_state(gpu_state, device)
+            set_random_state(state)
             with attention_switches.only(state.attention_kernels) if state.gpus else _NO_CONTEXT:
                 results = unit.rerun(tensors)
     else:

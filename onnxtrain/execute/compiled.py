@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from onnxtrain.capture.capture import Captured
-from onnxtrain.execute.boundary import Unit
+from onnxtrain.capture.guards.finite_checks import WrongAnswerError
+from onnxtrain.execute.boundary import Unit, random_state, set_random_state
 from onnxtrain.execute.early_gradients import StagedBoundary
 from onnxtrain.execute.regions import program as regions
 from onnxtrain.execute.sized_units import SizedUnits
@@ -144,6 +145,22 @@ def assigning(run: Callable[..., Any], captured: Captured, module: torch.nn.Modu
         return output
 
     return run_and_assign
+
+
+def undoing_samples(run: Callable[..., Any], captured: Captured) -> Callable[..., Any]:
+    """Return `run`, a runner, which leaves the random generators unchanged if the graph assumes a wrong answer."""
+    if not captured.assumed:
+        return run
+
+    def run_or_undo(*tensors: torch.Tensor) -> Any:
+        before = random_state(tensors, runs_python=True)
+        try:
+            return run(*tensors)
+        except WrongAnswerError:
+            set_random_state(before)
+            raise
+
+    return run_or_undo
 
 
 def _sizes(captured: Captured, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -230,6 +230,7 @@ class UnitBuilder:
             forward=program,
             num_results=self.captured.result_count,
             mutations=self.differentiation.mutated,
+            assumed=self.captured.assumed,
             differentiable=differentiable,
             views=self.views,
             written_views=self.captured.written_views,

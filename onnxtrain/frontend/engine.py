@@ -21,6 +21,7 @@ from onnxtrain.capture import source_location
 from onnxtrain.capture.capture import Captured, capture
 from onnxtrain.capture.effects.side_effects import AssignmentError, FirstCallError, SideEffectError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, is_capturing
+from onnxtrain.capture.guards.finite_checks import WrongAnswerError
 from onnxtrain.capture.guards.size_decisions import Example
 from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key.fast_path import FastPath, Missed, compile_fast_path
@@ -41,7 +42,7 @@ from onnxtrain.errors import (
     ORTModuleFallbackException,
     SlowCaptureError,
 )
-from onnxtrain.execute.compiled import Compiled, assigning
+from onnxtrain.execute.compiled import Compiled, assigning, undoing_samples
 from onnxtrain.execute.cuda_recorder import Recorders
 from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.frontend.eager_operators import with_eager_operators
@@ -206,8 +207,13 @@ class Engine:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._calls += 1
-        output = self._fast_path(args, kwargs)
-        return self._run_slow_path(args, kwargs) if output is Missed else output
+        try:
+            output = self._fast_path(args, kwargs)
+            return self._run_slow_path(args, kwargs) if output is Missed else output
+        except WrongAnswerError as error:
+            wrong = error
+        self._warn(f"{self._name()} runs this call in PyTorch, not as an ONNX graph: {wrong}", wrong.assumed.where)
+        return self._in_torch(*args, **kwargs)
 
     def _run_slow_path(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if is_capturing():
@@ -367,7 +373,7 @@ class Engine:
             compiled = compile_module(module, captured, inputs, self._options, rerun, self._entry_point.recorders)
             if not self._options.cuda_graphs:  # a recording reads the tensors of one module
                 twins.append(compiled)
-        run = taking_local_tensors(assigning(compiled.run, captured, module), given)
+        run = undoing_samples(taking_local_tensors(assigning(compiled.run, captured, module), given), captured)
         entry = _Entry(state, replace(compiled, run=run))
         self._entries.setdefault(key, []).append(entry)
         self._newest = compiled
@@ -381,7 +387,7 @@ class Engine:
 
         def make(run: ForwardCall | None) -> Captured:
             arguments = self._module, structure, tensors, watch, suggested, run, fixed
-            return with_eager_operators(lambda: capture(*arguments, outside_is_input=True))
+            return with_eager_operators(lambda: capture(*arguments, outside_is_input=True, may_assume=True))
 
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
 
@@ -565,6 +571,7 @@ def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure,
         args, kwargs = structure.unflatten(tensors[len(tensors) - inputs :])
         leaves, _ = flatten_output(torch.func.functional_call(subject, state, args, kwargs))
         tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensor_leaves += [torch.tensor(each.answer) for each in captured.assumed]
         return tensor_leaves if captured.kept_results is None else [tensor_leaves[i] for i in captured.kept_results]
 
     return run

@@ -216,13 +216,17 @@ def _checked_by_kernel(node: Node, arguments: Sequence[Any]) -> Iterator[Any]:
             yield sympy.Ge(_expression(x.shape[axis]), index + 1 if index >= 0 else -index)
     elif target in _RESHAPES:
         x, shape = arguments[:2]
-        elements = sympy.prod(map(_expression, x.shape))
+        elements = _product(x.shape)
         if any(map(is_data_dependent, elements.free_symbols)):
-            given = sympy.prod(_expression(size) for size in shape if not (type(size) is int and size == -1))
+            given = _product([size for size in shape if not (type(size) is int and size == -1)])
             inferred = any(type(size) is int and size == -1 for size in shape)
             if inferred:
                 yield sympy.Eq(functions.Mod(elements, given), 0)
             yield sympy.Eq(elements, given * functions.FloorDiv(elements, given) if inferred else given)
+
+
+def _product(sizes: Sequence[Any]) -> Any:
+    return sympy.Mul(*map(_expression, sizes))  # sympy.prod of none is an int
 
 
 def _expression(size: Any) -> Any:

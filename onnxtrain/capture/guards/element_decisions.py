@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.fx.node import map_arg
 
 from onnxtrain.capture import source_location
+from onnxtrain.capture.guards.finite_checks import answer_if_finite
 from onnxtrain.capture.guards.sample_ranges import certain_answer
 from onnxtrain.capture.guards.shape_proof import same_constant
 from onnxtrain.capture.guards.size_decisions import is_by_user
@@ -132,6 +133,7 @@ class ElementDecisions:
 
     Args:
         tensors: the call's tensors.
+        may_assume: whether tests of finite values have an assumed answer, which each call has to check.
         with_checks: whether checks of data-dependent sizes in the user's code (`torch._check`) are decisions, too.
             Without them, the graph is for inputs that pass all checks, and does not repeat them.
 
@@ -140,14 +142,17 @@ class ElementDecisions:
         unanswered_checks: the number of checks that are no decisions, in the last trace.
         is_undecided: whether the last trace stopped at a decision without one.
         facts: what the answers say of the data-dependent sizes of the last trace.
+        assumed: the tests of finite values in the last trace: the tested tensor, its assumed answer, and where.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, with_checks: bool = False) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], *, may_assume: bool = False, with_checks: bool = False) -> None:
         self.answered: list[ElementDecision] = []
         self.unanswered_checks = 0
         self.is_undecided = False
         self.facts: list[sympy.Basic] = []
+        self.assumed: list[tuple[torch.Tensor, bool, str]] = []
         self._tensors = tensors
+        self._may_assume = may_assume
         self._with_checks = with_checks
         self._is_telling = False
         self._next = 0
@@ -158,7 +163,7 @@ class ElementDecisions:
     @property
     def count(self) -> int:
         """The number of tests in the current trace."""
-        return self._next
+        return self._next + len(self.assumed)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -168,7 +173,7 @@ class ElementDecisions:
             UndecidedError: a test has no answer yet.
         """
         self._next, self.is_undecided, self._unanswered, self.facts = 0, False, None, []
-        self.unanswered_checks = 0
+        self.unanswered_checks, self.assumed = 0, []
         tracer = proxy_tensor.get_proxy_mode()
         stack = getattr(getattr(tracer, "tracer", None), "module_stack", {})
         depth = len(stack)
@@ -200,6 +205,10 @@ class ElementDecisions:
         certain = certain_answer(tensor)
         if certain is not None:
             return certain
+        finite = answer_if_finite(tensor) if self._may_assume else None
+        if finite is not None:
+            self.assumed.append(((tensor != 0).reshape(()), finite, source_location.of_caller() or ""))
+            return finite
         if self._next == len(self.answered):
             self.is_undecided, self._where, self._expression = True, source_location.of_caller() or "", None
             raise UndecidedError(tensor)
@@ -415,7 +424,7 @@ def _written(node: torch.fx.Node) -> list[Any]:
 
 
 def _memory_of(tensor: Any) -> set[torch.fx.Node]:
-    """Return the node that allocated the memory of a tensor, or the input whose memory it is; of a list, all of them."""
+    """Return the node that allocated a tensor's memory, or the input whose memory it is; of a list, all of them."""
     if isinstance(tensor, list | tuple):
         return {memory for each in tensor for memory in _memory_of(each)}
     if not isinstance(tensor, torch.fx.Node):

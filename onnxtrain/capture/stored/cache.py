@@ -147,6 +147,8 @@ class CaptureCache:
     def _store(self, key: str, captured: Captured, code: ExecutedCode) -> Captured:
         if captured.guards.elements:
             raise NotStorableError("forward branches on elements of its arguments")
+        if captured.assumed:
+            raise NotStorableError("forward branches on whether values are finite")
         paths = {id(module): path for path, module in submodules(self._module)}
         names = tuple(source.name for source in captured.sources if source.kind != "input")
         conditions = entry.Conditions(

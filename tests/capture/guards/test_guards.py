@@ -170,6 +170,7 @@ CASES: dict[str, tuple[Forward, list[Shapes], int]] = {
     "size zero": (lambda x: x.sum(1) * 2, [[(4, 3)], [(0, 3)], [(4, 3)], [(2, 0)]], 3),
     "no tensor": (lambda: torch.ones(2), [[]], 1),
     "scalar": (lambda x: x * 2, [[()]], 1),
+    "reshape of a scalar": (lambda x: x + x.sum().reshape(()), [[(3, 2)], [(1, 2)], [(5, 2)]], 1),
 }
 
 
