@@ -32,7 +32,7 @@ from onnxtrain.ops.python_function.run_context import (
 from onnxtrain.plan.storage import bind_symbols
 from onnxtrain.torch_compat import attention_switches, autograd, dispatch
 from onnxtrain.torch_compat.dynamo import untraced
-from onnxtrain.torch_compat.tensors import storage_id, version_of
+from onnxtrain.torch_compat.tensors import is_view, storage_id, version_of
 
 Flags = tuple[bool, ...]
 Results = tuple[tuple[Any, ...], tuple[int, ...]]
@@ -119,8 +119,7 @@ class Unit:
             (None, any program) if that program reads less than all that forward kept.
         apply: `__call__` on (unit, *tensors), if nothing has to be done after it; else None. It runs on every step,
             where each Python call costs 0.4 us.
-        lone_views: indices of the results that are views of a tensor that is reachable only through them. Users may
-            change them in place, which autograd refuses for a view returned by an autograd function.
+        unshared: indices of the results that share memory with no input and no other result.
         written_views: results that become views of inputs that forward mutated.
         inputs: the inputs of the graph, whose shapes bind the symbolic dimensions.
         unreached: indices of the inputs that no gradient reaches. They are detached: otherwise autograd would run the
@@ -144,7 +143,7 @@ class Unit:
         unsaved_inputs: Sequence[int] = (),
         contexts: Sequence[int] = (),
         autograd_apply: Callable[..., Sequence[Any]] | None = None,
-        lone_views: Collection[int] = (),
+        unshared: Collection[int] = (),
         unreached: Collection[int] = (),
         written_views: Sequence[WrittenView] = (),
         inputs: Sequence[ir.Value] = (),
@@ -170,7 +169,7 @@ class Unit:
         self.nondifferentiable = tuple(i for i, d in enumerate(differentiable) if not d)
         self.rerun = rerun
         self.contexts = tuple(contexts)
-        self.lone_views = frozenset(lone_views)
+        self._unshared = frozenset(unshared)
         self.is_simple = (
             runs_as_is
             and num_results == 1
@@ -213,6 +212,14 @@ class Unit:
         if self.mutations:
             self.write_back(tensors, outputs)
         return outputs, sizes
+
+    def without_base(self, index: int, result: torch.Tensor) -> torch.Tensor:
+        """Return a result that is no view to autograd, if it shares memory with no other tensor that the user sees.
+
+        Kernels return views: those of Linear flatten the axes of a batch. Users may change a result in place, which
+        autograd refuses for a view that an autograd function returns. detach() shares memory and version.
+        """
+        return result.detach() if index in self._unshared and is_view(result) else result
 
     def write_back(self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> None:
         """Copy the new values into the mutated buffers and inputs."""
@@ -346,7 +353,7 @@ class _Boundary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*outputs[1:])
         ctx.call = unit, tensors, [version_of(tensors[i]) for i in unit.unsaved_inputs], sizes
-        return (outputs[0].detach(),) if unit.lone_views else outputs[:1]
+        return (unit.without_base(0, outputs[0]),)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
@@ -395,9 +402,7 @@ def run_and_save(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
         ctx.contexts = [kept[i] for i in unit.contexts]
         kept = tuple(None if i in unit.contexts else tensor for i, tensor in enumerate(kept))
     ctx.save_for_backward(*kept)
-    results = outputs[: unit.num_results]
-    if unit.lone_views:  # detach() shares memory and version, and to autograd its result is not a view
-        results = tuple(r.detach() if i in unit.lone_views else r for i, r in enumerate(results))
+    results = tuple(map(unit.without_base, range(unit.num_results), outputs))
     ctx.call = unit, tensors, () if unit.is_inference else [version_of(tensors[i]) for i in unit.unsaved_inputs], sizes
     if unit.several_differentiable:
         ctx.results = [(r.shape, r.dtype, r.device) for r in results]

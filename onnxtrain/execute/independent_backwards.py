@@ -79,7 +79,7 @@ class _Group(torch.autograd.Function):
         ctx.results = [(r.shape, r.dtype, r.device) for r in run.outputs[: unit.num_results]]
         ctx.group = run.boundary.groups[number]
         ctx.boundary = run.boundary
-        return tuple(run.outputs[i].detach() if i in unit.lone_views else run.outputs[i] for i in ctx.group)
+        return tuple(unit.without_base(i, run.outputs[i]) for i in ctx.group)
 
     @staticmethod
     @untraced

@@ -42,7 +42,7 @@ from onnxtrain.plan.cut import Cut, Part, cut, single_part
 from onnxtrain.plan.differentiation import Differentiation
 from onnxtrain.plan.independent_results import independent_results, wants_stages
 from onnxtrain.plan.mutated_inputs import check_backward_reads
-from onnxtrain.plan.output_views import lone_views
+from onnxtrain.plan.output_views import unshared_results
 from onnxtrain.plan.parameter_buckets import join_forward_collectives
 from onnxtrain.plan.parameter_order import exchanges
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice
@@ -243,7 +243,7 @@ class UnitBuilder:
             unsaved_inputs=parts.unsaved() if parts is not None else (),
             contexts=[i for i, value in enumerate(parts.kept) if is_object(value)] if parts is not None else (),
             autograd_apply=boundary,
-            lone_views=lone_views(forward, self.captured.result_count),
+            unshared=unshared_results(forward, self.captured.result_count),
             unreached=unreached,
         )
 

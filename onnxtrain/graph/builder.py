@@ -214,7 +214,10 @@ class Builder:
         size_values: dict[str, ir.Value] = self.graph.meta.setdefault("size_values", {})
         value = size_values.get(size)
         if value is None or value.graph is not self.graph:
-            value = size_values[size] = self._compute_size(sizes.parse(size))
+            expr = sizes.parse(size)
+            if expr.is_Integer:  # simpler than PyTorch's
+                return self.constant([int(expr)], ir.DataType.INT64)
+            value = size_values[size] = self._compute_size(expr)
         return value
 
     def _compute_size(self, expr: Any) -> ir.Value:

@@ -18,15 +18,11 @@ def input_views(model: ir.Model, results: int) -> tuple[str, ...]:
     )
 
 
-def lone_views(model: ir.Model, results: int) -> list[int]:
-    """Return the results that may be views of a value that is neither an input nor the root of another result."""
+def unshared_results(model: ir.Model, results: int) -> list[int]:
+    """Return the results that share memory with no input and no other result."""
     sets, outputs, inputs = AliasSets(model.graph, definition_of), model.graph.outputs, set(model.graph.inputs)
     roots = [sets.root(v) for v in outputs]
-    return [
-        i
-        for i, (value, root) in enumerate(zip(outputs[:results], roots, strict=False))
-        if value is not root and root not in inputs and roots.count(root) == 1
-    ]
+    return [i for i, root in enumerate(roots[:results]) if root not in inputs and roots.count(root) == 1]
 
 
 def _is_detached(value: ir.Value) -> bool:

@@ -164,6 +164,9 @@ LONE_VIEWS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "outputs of one backward": lambda m, x: [((h := torch.tanh(x @ m.weight)) @ m.weight)[:, 2:], h + m.bias],
     "outputs of a backward each": lambda m, x: [(x @ m.weight).view(-1), (x @ m.weight.t())[:, 2:], x + m.bias],
     "outputs of a backward each, random": lambda m, x: [F.dropout(x @ m.weight).t(), m.bias * 2],
+    "a view by its kernel": lambda m, x: [F.linear(x[None], m.weight, m.bias)],
+    "views by their kernels": lambda m, x: [F.linear(h := F.linear(x[None], m.weight, m.bias), m.weight, m.bias), h],
+    "a view by its kernel, random": lambda m, x: [F.linear(F.dropout(x[None]), m.weight, m.bias), m.bias * 2],
 }
 
 

@@ -4,6 +4,7 @@
 * Reentrant `torch.utils.checkpoint` makes torch.export put everything after it under no_grad, so its function is
   called directly. The nodes of either kind of checkpoint are marked as a checkpoint_region (`checkpoint_regions.py`).
 * Tensor hooks and random seeds set inside forward are refused; the graph would lose them.
+* Imports inside forward run outside of the trace.
 * The user's saved_tensors_hooks (save_on_cpu, a checkpoint around the ORTModule) are disabled; they would see fake
   tensors.
 """
@@ -27,6 +28,7 @@ from onnxtrain.capture import source_location
 from onnxtrain.capture.export.checkpoint_regions import checkpoint_region, mark_checkpoints
 from onnxtrain.capture.export.data_attribute import trace_data_as_detach
 from onnxtrain.capture.export.torch_reports import needless_warnings_dropped
+from onnxtrain.capture.export.untraced_imports import untraced_imports
 from onnxtrain.capture.four_bit_weights import matmul_4bit
 from onnxtrain.capture.python_functions.calls import FunctionCalls
 from onnxtrain.capture.refusals import refuse_outside_tensor
@@ -57,6 +59,7 @@ def capturing() -> Iterator[FunctionCalls]:
     """Hold the capture lock and apply the patches; return the calls of custom functions that become nodes."""
     with CAPTURE_LOCK, ExitStack() as stack:
         stack.enter_context(needless_warnings_dropped())
+        stack.enter_context(untraced_imports())
         stack.callback(release_exported_nodes)
         if has_saved_tensors_hooks():
             stack.enter_context(saved_tensors_hooks(_identity, _identity))
