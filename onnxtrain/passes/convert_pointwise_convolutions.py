@@ -81,7 +81,7 @@ def _is_elementwise(node: ir.Node) -> bool:
 def _must_be_contiguous(value: ir.Value) -> bool:
     """Return whether an output of the graph, or an input of an op that samples as eager, may have a value's strides.
 
-    Not if it is transposed to rows first.
+    Not if it is transposed to rows first, unless the rows are an output themselves, as the logits of CTC.
     """
     worklist, visited = [value], {value}
     while worklist:
@@ -91,6 +91,8 @@ def _must_be_contiguous(value: ir.Value) -> bool:
         for node in traversal.users(current):
             n = view(node)
             if n.definition is TRANSPOSE and list(n.perm or ()) == _SWAP:
+                if _is_output(node.outputs[0]):
+                    return True
                 continue
             if node.metadata_props.get("samples") == "eager's":
                 return True
@@ -98,6 +100,12 @@ def _must_be_contiguous(value: ir.Value) -> bool:
             worklist += [v for v in may_keep if v not in visited]
             visited.update(may_keep)
     return False
+
+
+def _is_output(value: ir.Value) -> bool:
+    """Return whether a value, or a view of it, is an output of the graph."""
+    views = (node.outputs[0] for node in traversal.users(value) if view(node).definition.aliases)
+    return value.is_graph_output() or any(map(_is_output, views))
 
 
 def _is_pointwise(n: NodeView) -> bool:

@@ -177,6 +177,9 @@ SIZE_TEXTS = tuple(
     PatchPoint(f"torch:SymInt.{name}", '`f"{size}"` would be the name of the symbol')
     for name in ("__repr__", "__str__", "__format__")
 )
+SIZE_REMAINDER = PatchPoint(
+    "torch:SymInt.__mod__", "PyTorch fails to bound `size % 0.5`, as in InternVL", parameters="self other"
+)
 BUFFER_COPIES = PatchPoint(
     "torch.export.exported_program:_remove_unnecessary_copy_op_pass",
     "it replaces a buffer by the tensor copied into it, even of another shape and dtype",

@@ -72,8 +72,11 @@ def test_convolutions_of_rows_are_products(options: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize(
     "result",
-    [lambda y: y, torch.tanh, lambda y: y[:, 1:], lambda y: (y, y.transpose(1, 2)), lambda y: y.flatten(1)],
-    ids=["itself", "elementwise", "slice", "both", "flat"],
+    [
+        *(lambda y: y, torch.tanh, lambda y: y[:, 1:], lambda y: (y, y.transpose(1, 2)), lambda y: y.flatten(1)),
+        *(lambda y: y.transpose(1, 2), lambda y: y.transpose(1, 2)[:, 1:]),
+    ],
+    ids=["itself", "elementwise", "slice", "both", "flat", "rows", "slice of rows"],
 )
 def test_results_keep_the_strides_of_a_convolution(result: Any) -> None:
     class Result(Adapted):

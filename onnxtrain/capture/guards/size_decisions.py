@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from onnxtrain.capture.source_location import PACKAGE
 from onnxtrain.errors import CaptureError
 from onnxtrain.system.time_limit import check_time
-from onnxtrain.torch_compat.patch_points import EVALUATE_SIZES, SIZE_COMPARISONS, SIZE_TEXTS
+from onnxtrain.torch_compat.patch_points import EVALUATE_SIZES, SIZE_COMPARISONS, SIZE_REMAINDER, SIZE_TEXTS
 
 InputDim: TypeAlias = tuple[int, int]  # the index of a flat tensor, and of one of its dimensions
 Example: TypeAlias = Mapping[InputDim, int]  # the sizes to export with, where they differ from the real ones
@@ -142,7 +142,15 @@ class SizeDecisions:
 
             return format_size
 
+        def remainder(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+            def divide(size: Any, divisor: Any) -> Any:
+                is_number = isinstance(divisor, float) and threading.get_ident() == owner and _is_of_inputs(size)
+                return int(size) % divisor if is_number else original(size, divisor)
+
+            return divide
+
         with ExitStack() as stack:
+            stack.enter_context(SIZE_REMAINDER.wrapped(remainder))
             stack.enter_context(EVALUATE_SIZES.wrapped(lambda _: recording_evaluate))
             for point in SIZE_COMPARISONS:
                 stack.enter_context(point.wrapped(deciding_comparison))

@@ -165,6 +165,7 @@ CASES: dict[str, tuple[Forward, list[Shapes], int]] = {
         2,
     ),
     "loop over a size": (lambda x: sum(x[i] for i in range(x.shape[0])), [[(3, 2)], [(1, 2)], [(4, 2)]], 3),
+    "remainder by a fraction": (lambda x: x * 2 if x.shape[1] % 0.5 == 0 else x, [[(4, 3)], [(2, 3)], [(4, 5)]], 2),
     "size as a number": (lambda x: x / x.shape[0], [[(3, 2)], [(1, 2)], [(4, 2)]], 1),
     "size as max": (lambda x: x[: max(x.shape[0] - 3, 1)], [[(7, 2)], [(4, 2)], [(1, 2)]], 2),
     "size zero": (lambda x: x.sum(1) * 2, [[(4, 3)], [(0, 3)], [(4, 3)], [(2, 0)]], 3),
