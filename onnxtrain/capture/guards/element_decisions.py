@@ -159,6 +159,7 @@ class ElementDecisions:
         self._where = ""
         self._expression: Any = None  # that the last trace stopped at; None for a tensor's truth value
         self._unanswered: _Unanswered | None = None
+        self._known_answers: dict[sympy.Basic, Any] = {}  # of the current trace
 
     @property
     def count(self) -> int:
@@ -173,7 +174,7 @@ class ElementDecisions:
             UndecidedError: a test has no answer yet.
         """
         self._next, self.is_undecided, self._unanswered, self.facts = 0, False, None, []
-        self.unanswered_checks, self.assumed = 0, []
+        self.unanswered_checks, self.assumed, self._known_answers = 0, [], {}
         tracer = proxy_tensor.get_proxy_mode()
         stack = getattr(getattr(tracer, "tracer", None), "module_stack", {})
         depth = len(stack)
@@ -224,6 +225,8 @@ class ElementDecisions:
         try:
             return original(env, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode as error:
+            if expr in self._known_answers:
+                return self._known_answers[expr]
             if not _is_decidable(expr):
                 raise
             following = self.answered[self._next] if self._next < len(self.answered) else None
@@ -262,6 +265,7 @@ class ElementDecisions:
             env.guard_or_defer_runtime_assert(fact, "forward was captured for this value")
         if not any(map(is_float_item, expr.free_symbols)):  # no size depends on those
             self.facts.append(fact)
+        self._known_answers[expr] = value  # PyTorch replaces symbols by it, but no larger expressions
         return value
 
     @contextmanager
