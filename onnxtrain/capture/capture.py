@@ -298,7 +298,7 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool,
                 wrapper.elements.decide(program, wrapper)
                 program = _export_blocks_once(wrapper, decisions, outside)
         wrapper.fakes.check(module)
-        with _internal_errors(module), part("functionalization"):
+        with _internal_errors(module), part("functionalization"), wrapper.elements.recalling():
             decide_copies(program, decisions)
             refuse_overlapping_writes(program)
             restore_result_strides(program)

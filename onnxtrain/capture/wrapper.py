@@ -87,7 +87,7 @@ class Wrapper(torch.nn.Module):
         layouts = Layouts(self.module, tensors)
         self.fakes.begin()
         try:
-            with self.elements.answering(), self.hidden.during_forward(), self.__dict__["_as_values"]():
+            with self.elements.answering(tensors), self.hidden.during_forward(), self.__dict__["_as_values"]():
                 leaves, self.output.structure = flatten_output(self.__dict__["_call_forward"](*args, **kwargs))
         except UndecidedError as decision:
             return [*decision.tensors]

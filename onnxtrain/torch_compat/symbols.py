@@ -58,7 +58,11 @@ _PYTHON_EXPRESSIONS = (  # Python evaluates them as sympy does
         BooleanFunction,
         BooleanAtom,
     ),
-    *(getattr(functions, name) for name in ("FloorDiv", "Mod", "PythonMod", "CleanDiv", "Max", "Min") if hasattr(functions, name)),
+    *(
+        getattr(functions, name)
+        for name in ("FloorDiv", "Mod", "PythonMod", "CleanDiv", "Max", "Min")
+        if hasattr(functions, name)
+    ),
 )
 
 

@@ -16,10 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-
-from onnxtrain.ops.python_function.run_context import uncaptured
-from onnxtrain.torch_compat.fake_tensors import without_fakes
+from onnxtrain.ops.python_function.run_context import untraced
 from onnxtrain.torch_compat.replacement import in_thread
 
 
@@ -35,12 +32,6 @@ def untraced_imports() -> Iterator[None]:
         builtins.__import__, importlib.import_module = import_statement, import_module
 
 
-@contextmanager
-def _untraced() -> Iterator[None]:
-    with uncaptured(), disable_proxy_modes_tracing(), without_fakes():
-        yield
-
-
 def _import(
     original: Callable[..., ModuleType],
     name: str,
@@ -52,12 +43,12 @@ def _import(
     """Replace the function that an import statement calls."""
     if level == 0 and name in sys.modules:
         return original(name, scope, local, names, level)
-    with _untraced():
+    with untraced():
         return original(name, scope, local, names, level)
 
 
 def _import_module(original: Callable[..., ModuleType], name: str, package: str | None = None) -> ModuleType:
     if name in sys.modules:
         return original(name, package)
-    with _untraced():
+    with untraced():
         return original(name, package)

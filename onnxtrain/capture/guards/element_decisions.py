@@ -24,25 +24,27 @@ import torch
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFunction
 from torch.export.exported_program import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.node import map_arg
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.finite_checks import answer_if_finite
+from onnxtrain.capture.guards.repeated_items import RepeatedItems
 from onnxtrain.capture.guards.sample_ranges import certain_answer
 from onnxtrain.capture.guards.shape_proof import same_constant
 from onnxtrain.capture.guards.size_decisions import is_by_user
 from onnxtrain.capture.guards.sizes_from_inputs import read_sizes_from_inputs, slice_length
+from onnxtrain.capture.guards.traced_graph import Buffer, TracedGraph
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.node import TORCH_OP
+from onnxtrain.ops.python_function.run_context import untraced
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.patch_points import ASSERT_SIZES, EVALUATE_SIZES, TENSOR_BOOL, TENSOR_ITEM
 from onnxtrain.torch_compat.symbols import is_data_dependent, is_float_item, python_source, symbolic_value
 
-_MAX_DECISIONS = 16
+_MAX_DECISIONS = 32
 _MAX_NODES = 64  # per decision, because the guard runs on every call; Longformer's take 45
 _TENSOR_BOOL = torch.Tensor.__bool__
 
@@ -59,19 +61,6 @@ class _Condition:
 
     expression: sympy.Basic
     evaluate: Callable[[Sequence[torch.Tensor], Sequence[Any]], int]
-
-
-@dataclass(frozen=True)
-class _Buffer:
-    """A buffer that a decision reads: the attribute `name` of `owner`, and `path` from the exported module."""
-
-    owner: torch.nn.Module
-    name: str
-    path: str
-
-    def value(self) -> torch.Tensor:
-        tensor: torch.Tensor = getattr(self.owner, self.name)
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -152,6 +141,8 @@ class ElementDecisions:
         self.facts: list[sympy.Basic] = []
         self.assumed: list[tuple[torch.Tensor, bool, str]] = []
         self._tensors = tensors
+        self._traced: Sequence[torch.Tensor] = ()
+        self._items = RepeatedItems()
         self._may_assume = may_assume
         self._with_checks = with_checks
         self._is_telling = False
@@ -167,14 +158,18 @@ class ElementDecisions:
         return self._next + len(self.assumed)
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self, traced: Sequence[torch.Tensor]) -> Iterator[None]:
         """Answer the tests of forward while this is held.
+
+        Args:
+            traced: the call's tensors in the trace.
 
         Raises:
             UndecidedError: a test has no answer yet.
         """
         self._next, self.is_undecided, self._unanswered, self.facts = 0, False, None, []
         self.unanswered_checks, self.assumed, self._known_answers = 0, [], {}
+        self._traced, self._items = traced, RepeatedItems()
         tracer = proxy_tensor.get_proxy_mode()
         stack = getattr(getattr(tracer, "tracer", None), "module_stack", {})
         depth = len(stack)
@@ -196,8 +191,9 @@ class ElementDecisions:
 
     def _item(self, original: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Replace `tensor.item()`: forward gets a truth value as from `bool(tensor)`."""
-        is_truth_value = isinstance(tensor, FakeTensor) and tensor.dtype == torch.bool
-        return self._answer(tensor) if is_truth_value else original(tensor)
+        if not isinstance(tensor, FakeTensor):
+            return original(tensor)
+        return self._answer(tensor) if tensor.dtype == torch.bool else self._items.number(tensor, original)
 
     def _answer(self, tensor: torch.Tensor) -> bool:
         """Replace `bool(tensor)`."""
@@ -211,8 +207,10 @@ class ElementDecisions:
             self.assumed.append(((tensor != 0).reshape(()), finite, source_location.of_caller() or ""))
             return finite
         if self._next == len(self.answered):
-            self.is_undecided, self._where, self._expression = True, source_location.of_caller() or "", None
-            raise UndecidedError(tensor)
+            where = source_location.of_caller() or ""
+            if not self._decide_at_once([tensor], None, where):
+                self.is_undecided, self._where, self._expression = True, where, None
+                raise UndecidedError(tensor)
         self._next += 1
         return bool(self.answered[self._next - 1].answer)
 
@@ -231,12 +229,31 @@ class ElementDecisions:
                 raise
             following = self.answered[self._next] if self._next < len(self.answered) else None
             if following is None or following.condition is None or following.condition.expression != expr:
-                if following is None and is_by_user():
-                    raise self._undecided(env, expr, source_location.of_caller() or "") from None
-                self._unanswered = _Unanswered(env, expr, error)
-                raise
+                is_asked = following is None and is_by_user()
+                where = (source_location.of_caller() or "") if is_asked else ""
+                if not is_asked:
+                    self._unanswered = _Unanswered(env, expr, error)
+                    raise
+                if not self._decide_at_once(_data_dependent_symbols(expr), expr, where):
+                    raise self._undecided(env, expr, where) from None
         self._next += 1
-        return self._known(env, expr, following.answer)
+        return self._known(env, expr, self.answered[self._next - 1].answer)
+
+    @contextmanager
+    def recalling(self) -> Iterator[None]:
+        """Give the answers of the last trace while this is held: PyTorch traces its graph once more."""
+        original = EVALUATE_SIZES.original
+
+        def recall(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(env, expr, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                if expr not in self._known_answers:
+                    raise
+            return self._known_answers[expr]
+
+        with EVALUATE_SIZES.replaced_in_thread(recall):
+            yield
 
     def _check(self, original: Callable[..., Any], env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace `ShapeEnv.guard_or_defer_runtime_assert`, which `torch._check` calls."""
@@ -281,6 +298,18 @@ class ElementDecisions:
         self.is_undecided, self._where, self._expression = True, where, expr
         return UndecidedError(*map(partial(_as_tensor, env), _data_dependent_symbols(expr)))
 
+    def _decide_at_once(self, read: Sequence[Any], expr: Any, where: str) -> bool:
+        """Answer a decision by what is traced so far, so that forward need not be traced again, if that is possible."""
+        graph = TracedGraph.of_running_trace(self._traced, read)
+        if graph is None:
+            return False
+        try:
+            with untraced():
+                self._append(graph, expr, where)
+        except CaptureError:
+            return False  # `decide` can read buffers and constants as well, or says why it cannot answer
+        return True
+
     def decide(self, program: ExportedProgram, exported: torch.nn.Module) -> None:
         """Answer the decision at which the trace stopped, with the value of the tensor that `program` returns.
 
@@ -288,14 +317,17 @@ class ElementDecisions:
             CaptureError: the tensor depends on more than the arguments and the buffers of the `exported` module, or
                 takes too many operators to compute.
         """
-        condition = None if self._expression is None else _condition(program, self._expression, self._where)
-        graph, lifted = _guard(program, exported, self._where, len(self.answered))
+        self._append(TracedGraph.of_program(program, exported), self._expression, self._where)
+
+    def _append(self, traced: TracedGraph, expr: Any, where: str) -> None:
+        condition = None if expr is None else _condition(traced.inputs, expr, where)
+        graph, lifted = _guard(traced, where, len(self.answered))
         answer = _read(graph, lifted, self._tensors, condition)
-        self.answered.append(ElementDecision(graph, lifted, answer, self._where, condition))
+        self.answered.append(ElementDecision(graph, lifted, answer, where, condition))
 
 
 def _same_lifted(one: Any, other: Any) -> bool:
-    if isinstance(one, _Buffer) and isinstance(other, _Buffer):  # of the same module, or of one with the same graph
+    if isinstance(one, Buffer) and isinstance(other, Buffer):  # of the same module, or of one with the same graph
         return one.path == other.path
     return same_constant(one, other)
 
@@ -312,8 +344,10 @@ def _read(
     graph: torch.fx.GraphModule, lifted: Sequence[Any], tensors: Sequence[torch.Tensor], condition: _Condition | None
 ) -> int:
     with torch.no_grad():
-        values = graph(*(x.value() if isinstance(x, _Buffer) else x for x in lifted), *tensors)
-        return bool(values[0]) if condition is None else condition.evaluate(tensors, [v.item() for v in values])
+        values = graph(*(x.value() if isinstance(x, Buffer) else x for x in lifted), *tensors)
+        if condition is None:
+            return bool(values[0])
+        return condition.evaluate(tensors, [v.item() if isinstance(v, torch.Tensor) else v for v in values])
 
 
 def _data_dependent_symbols(expr: Any) -> list[Any]:
@@ -325,14 +359,12 @@ def _as_tensor(env: ShapeEnv, symbol: Any) -> torch.Tensor:
     return torch.scalar_tensor(number, dtype=torch.int64 if symbol.is_integer else torch.float64)
 
 
-def _condition(program: ExportedProgram, expr: Any, where: str) -> _Condition:
-    """Compile an expression over the symbols of a trace."""
+def _condition(inputs: Sequence[torch.fx.Node], expr: Any, where: str) -> _Condition:
+    """Compile an expression over the symbols of a trace, in which `inputs` are the inputs of a call."""
     symbols = _data_dependent_symbols(expr)
     spelled = {symbol: sympy.Symbol(f"values[{i}]", integer=symbol.is_integer) for i, symbol in enumerate(symbols)}
-    inputs = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
-    shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in inputs}
-    for i, name in enumerate(inputs):
-        for d, size in enumerate(shapes[name]):
+    for i, node in enumerate(inputs):
+        for d, size in enumerate(node.meta["val"].shape):
             if isinstance(size, torch.SymInt):
                 spelled.setdefault(size.node.expr, sympy.Symbol(f"tensors[{i}].shape[{d}]", integer=True))
     # sympy prints 15 digits, and 17 are exact.
@@ -365,28 +397,17 @@ def _is_decidable(expr: Any) -> bool:
     return is_exact and bool(expr.is_integer)
 
 
-def _guard(
-    program: ExportedProgram, exported: torch.nn.Module, where: str, answered: int
-) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
-    graph = program.graph_module
-    kinds = [spec.kind for spec in program.graph_signature.input_specs]
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    inputs = [node for node, kind in zip(placeholders, kinds, strict=True) if kind == InputKind.USER_INPUT]
-    read_sizes_from_inputs(graph.graph, inputs)
+def _guard(traced: TracedGraph, where: str, answered: int) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
+    graph = traced.module
+    read_sizes_from_inputs(graph.graph, traced.inputs)
     _remove_unread(graph.graph)
     _write_into_copies(graph.graph)
     graph.recompile()
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    lifted: list[Any] = []
-    reads_parameters = False
-    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
-        if spec.kind == InputKind.CONSTANT_TENSOR:
-            lifted.append(program.constants[str(spec.target)])
-        elif node.users and (buffer := _buffer(spec, exported)) is not None:
-            lifted.append(buffer)
-        elif spec.kind != InputKind.USER_INPUT:
-            lifted.append(None)
-            reads_parameters = reads_parameters or bool(node.users)
+    others = [node for node in graph.graph.find_nodes(op="placeholder") if node not in traced.inputs]
+    lifted = [traced.constants.get(node) if node.users else None for node in others]
+    reads_parameters = any(node.users and node not in traced.constants for node in others)
+    reads_parameters = reads_parameters or bool(graph.graph.find_nodes(op="get_attr"))  # of a running trace
     if obstacle := _obstacle(calls, answered, reads_parameters=reads_parameters):
         raise CaptureError(
             "forward branches in Python on tensor values (data-dependent control flow)",
@@ -397,16 +418,6 @@ def _guard(
             todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
         )
     return graph, tuple(lifted)
-
-
-def _buffer(spec: InputSpec, exported: torch.nn.Module) -> _Buffer | None:
-    """Return the buffer that a placeholder stands for; None for anything else, such as the shard of a tensor."""
-    if spec.kind != InputKind.BUFFER:
-        return None
-    path = str(spec.target)
-    owner, _, name = path.rpartition(".")
-    buffer = _Buffer(exported.get_submodule(owner), name, path)
-    return buffer if type(buffer.value()) is torch.Tensor else None
 
 
 def _write_into_copies(graph: torch.fx.Graph) -> None:

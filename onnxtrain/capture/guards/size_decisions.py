@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
@@ -142,15 +143,8 @@ class SizeDecisions:
 
             return format_size
 
-        def remainder(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-            def divide(size: Any, divisor: Any) -> Any:
-                is_number = isinstance(divisor, float) and threading.get_ident() == owner and _is_of_inputs(size)
-                return int(size) % divisor if is_number else original(size, divisor)
-
-            return divide
-
         with ExitStack() as stack:
-            stack.enter_context(SIZE_REMAINDER.wrapped(remainder))
+            stack.enter_context(SIZE_REMAINDER.wrapped(partial(_remainder, owner)))
             stack.enter_context(EVALUATE_SIZES.wrapped(lambda _: recording_evaluate))
             for point in SIZE_COMPARISONS:
                 stack.enter_context(point.wrapped(deciding_comparison))
@@ -198,6 +192,16 @@ def _dims_of_symbol(env: ShapeEnv, symbol: Any) -> Iterator[InputDim]:
         match = _SOURCE.search(source.name() if callable(source.name) else source.name)
         if match:
             yield int(match[1]), int(match[2])
+
+
+def _remainder(owner: int, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Make a remainder that fixes the size if the divisor is a float."""
+
+    def divide(size: Any, divisor: Any) -> Any:
+        is_number = isinstance(divisor, float) and threading.get_ident() == owner and _is_of_inputs(size)
+        return int(size) % divisor if is_number else original(size, divisor)
+
+    return divide
 
 
 def _is_of_inputs(value: torch.SymInt | torch.SymBool) -> bool:

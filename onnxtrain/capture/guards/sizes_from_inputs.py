@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from onnxtrain.capture.guards.traced_graph import part_of
 from onnxtrain.torch_compat.symbols import functions
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -98,7 +99,7 @@ class _Sizes:
         return result
 
     def _where_introduced(self, node: Node, path: Sequence[Any]) -> Any:
-        """Return what is at a path of a result, as PyTorch records it: `.size()`, then `[0]`."""
+        """Return the number at a path of a node's result."""
         if node.target is _SLICE and not node.kwargs:
             arguments: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
             x, dim, start, end, step = arguments
@@ -108,12 +109,7 @@ class _Sizes:
         if mask is not None:
             selected = self._graph.call_function(torch.ops.aten.nonzero.default, (mask,))
             return self._graph.call_function(_SIZE, (selected, 0))
-        for key in path:
-            if hasattr(key, "name"):
-                node = self._graph.call_method(key.name, (node,))
-            else:
-                node = self._graph.call_function(operator.getitem, (node, key.idx))
-        return node
+        return part_of(self._graph, node, path)
 
 
 def _only_mask(node: Node) -> Node | None:

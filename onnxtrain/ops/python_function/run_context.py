@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from onnxtrain.torch_compat import dispatch
+from onnxtrain.torch_compat.fake_tensors import without_fakes
 
 # Autocast
 
@@ -101,6 +103,13 @@ def uncaptured() -> Iterator[None]:
             dispatch.push_function_mode(mode)
         set_python_states(states)
         _THREAD.uncaptured -= 1
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Run the code inside on real tensors as if this thread traced nothing."""
+    with uncaptured(), disable_proxy_modes_tracing(), without_fakes():
+        yield
 
 
 def is_uncaptured() -> bool:

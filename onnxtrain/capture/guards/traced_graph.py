@@ -1,0 +1,113 @@
+"""The graph of a decision: that of a finished export, or a copy of what a running trace has recorded so far."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.export.exported_program import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer that a decision reads: the attribute `name` of `owner`, and `path` from the exported module."""
+
+    owner: torch.nn.Module
+    name: str
+    path: str
+
+    def value(self) -> torch.Tensor:
+        tensor: torch.Tensor = getattr(self.owner, self.name)
+        return tensor
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """A graph that returns the tensors and numbers that a decision reads.
+
+    Attributes:
+        module: the graph. Its last placeholders are `inputs`.
+        inputs: the placeholders of the flat inputs of a call.
+        constants: of its other placeholders, those that are constants or buffers; the rest are parameters.
+    """
+
+    module: GraphModule
+    inputs: Sequence[Node]
+    constants: Mapping[Node, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_program(cls, program: ExportedProgram, exported: torch.nn.Module) -> TracedGraph:
+        """Return the graph of an export of the module `exported`."""
+        placeholders = program.graph.find_nodes(op="placeholder")
+        specs = dict(zip(placeholders, program.graph_signature.input_specs, strict=True))
+        constants = {node: _constant(spec, program, exported) for node, spec in specs.items()}
+        return cls(
+            program.graph_module,
+            [node for node, spec in specs.items() if spec.kind == InputKind.USER_INPUT],
+            {node: constant for node, constant in constants.items() if constant is not None},
+        )
+
+    @classmethod
+    def of_running_trace(cls, inputs: Sequence[torch.Tensor], read: Sequence[Any]) -> TracedGraph | None:
+        """Return a copy of what the trace of this thread has recorded; None if it cannot run as a graph of its own.
+
+        Args:
+            inputs: the flat inputs of forward in the trace.
+            read: traced tensors, and symbols of data-dependent numbers.
+        """
+        mode = get_proxy_mode()
+        if mode is None:
+            return None
+        tracer: Any = mode.tracer
+        graph: Graph = tracer.graph
+        found = [_traced(r, tracer) if isinstance(r, torch.Tensor) else _introducing(graph, r) for r in read]
+        outputs = [each for each in found if each is not None]
+        placeholders = list(graph.find_nodes(op="placeholder"))
+        others = len(placeholders) - len(inputs)
+        are_last = [(node, ()) for node in placeholders[others:]] == [_traced(t, tracer) for t in inputs]
+        if len(outputs) < len(read) or not are_last:
+            return None
+        copy, copied = Graph(), dict[Node, Node]()
+        copy.graph_copy(graph, copied)
+        copy.output([part_of(copy, copied[node], path) for node, path in outputs])
+        return cls(GraphModule(tracer.root, copy), [copied[node] for node in placeholders[others:]])
+
+
+def _constant(spec: InputSpec, program: ExportedProgram, exported: torch.nn.Module) -> Any:
+    """Return the constant or buffer that a placeholder stands for; None for the shard of a tensor, and all others."""
+    path = str(spec.target)
+    if spec.kind == InputKind.CONSTANT_TENSOR:
+        return program.constants[path]
+    if spec.kind != InputKind.BUFFER:
+        return None
+    owner, _, name = path.rpartition(".")
+    buffer = Buffer(exported.get_submodule(owner), name, path)
+    return buffer if type(buffer.value()) is torch.Tensor else None
+
+
+def _traced(tensor: torch.Tensor, tracer: Any) -> tuple[Node, Sequence[Any]] | None:
+    """Return the node that computes a tensor, with the empty path; None if another trace does."""
+    node = get_proxy_slot(tensor, tracer, None, lambda slot: slot.proxy.node)
+    return None if node is None else (node, ())
+
+
+def _introducing(graph: Graph, symbol: Any) -> tuple[Node, Sequence[Any]] | None:
+    """Return the node that introduces a symbol, and the path of its number in the node's result."""
+    found: Iterable[tuple[Node, Any]] = ((node, node.meta.get("unbacked_bindings") or {}) for node in graph.nodes)
+    return next(((node, bindings[symbol]) for node, bindings in found if symbol in bindings), None)
+
+
+def part_of(graph: Graph, node: Node, path: Sequence[Any]) -> Node:
+    """Return what is at a path of a result, as PyTorch records it: `.size()`, then `[0]`."""
+    for key in path:
+        if hasattr(key, "name"):
+            node = graph.call_method(key.name, (node,))
+        else:
+            node = graph.call_function(operator.getitem, (node, key.idx))
+    return node
