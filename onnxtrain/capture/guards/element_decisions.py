@@ -321,7 +321,7 @@ class ElementDecisions:
 
     def _append(self, traced: TracedGraph, expr: Any, where: str) -> None:
         condition = None if expr is None else _condition(traced.inputs, expr, where)
-        graph, lifted = _guard(traced, where, len(self.answered))
+        graph, lifted = _guard(traced, where, len(self.answered), is_number=expr is not None and not _is_truth(expr))
         answer = _read(graph, lifted, self._tensors, condition)
         self.answered.append(ElementDecision(graph, lifted, answer, where, condition))
 
@@ -397,7 +397,9 @@ def _is_decidable(expr: Any) -> bool:
     return is_exact and bool(expr.is_integer)
 
 
-def _guard(traced: TracedGraph, where: str, answered: int) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
+def _guard(
+    traced: TracedGraph, where: str, answered: int, *, is_number: bool
+) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
     graph = traced.module
     read_sizes_from_inputs(graph.graph, traced.inputs)
     _remove_unread(graph.graph)
@@ -408,7 +410,10 @@ def _guard(traced: TracedGraph, where: str, answered: int) -> tuple[torch.fx.Gra
     lifted = [traced.constants.get(node) if node.users else None for node in others]
     reads_parameters = any(node.users and node not in traced.constants for node in others)
     reads_parameters = reads_parameters or bool(graph.graph.find_nodes(op="get_attr"))  # of a running trace
-    if obstacle := _obstacle(calls, answered, reads_parameters=reads_parameters):
+    obstacle = _obstacle(calls, answered, reads_parameters=reads_parameters)
+    if is_number and any(isinstance(constant, Buffer) for constant in lifted):  # such as a count of steps
+        obstacle = obstacle or "a number that depends on the module's buffers"
+    if obstacle:
         raise CaptureError(
             "forward branches in Python on tensor values (data-dependent control flow)",
             where=where,
