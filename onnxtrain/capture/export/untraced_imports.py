@@ -40,11 +40,20 @@ def _import(
     names: Sequence[str] = (),
     level: int = 0,
 ) -> ModuleType:
-    """Replace the function that an import statement calls."""
-    if level == 0 and name in sys.modules:
+    """Replace the function that an import statement calls: a thousand times a trace, in functions of sympy."""
+    imported = sys.modules.get(_absolute(name, str((scope or {}).get("__package__") or ""), level))
+    if imported is not None and all(hasattr(imported, each) for each in names or ()):
         return original(name, scope, local, names, level)
     with untraced():
         return original(name, scope, local, names, level)
+
+
+def _absolute(name: str, package: str, level: int) -> str:
+    """Return the name of a module that `from ..name import x` in a module of a package imports from."""
+    if not level:
+        return name
+    parts = package.split(".")
+    return ".".join([*parts[: len(parts) - level + 1], *([name] if name else [])])
 
 
 def _import_module(original: Callable[..., ModuleType], name: str, package: str | None = None) -> ModuleType:

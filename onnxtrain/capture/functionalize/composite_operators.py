@@ -39,6 +39,7 @@ from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.patch_points import BUFFER_COPIES
 from onnxtrain.torch_compat.symbols import static_value
 
+_ITEM = torch.ops.aten.item.default
 DecompositionTable = dict[Any, Callable[..., Any]]
 
 
@@ -66,7 +67,8 @@ def composite_decompositions(program: ExportedProgram) -> DecompositionTable:
     kept |= set(filter(_samples, with_casts))
     declare_autocast_dtypes(program, kept & with_casts)
     decomposed = (builtin | called | with_casts) - kept
-    return {op: with_autocast_inside(op, decomposition_of_composite(op)) for op in decomposed}
+    table = {op: with_autocast_inside(op, decomposition_of_composite(op)) for op in decomposed}
+    return table | {_ITEM: torch.ops.aten._local_scalar_dense.default}  # kept as it is, PyTorch cannot trace it again
 
 
 def nested_cast_decompositions(functional: ExportedProgram) -> DecompositionTable:

@@ -42,7 +42,13 @@ from onnxtrain.ops.python_function.run_context import untraced
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.patch_points import ASSERT_SIZES, EVALUATE_SIZES, TENSOR_BOOL, TENSOR_ITEM
-from onnxtrain.torch_compat.symbols import is_data_dependent, is_float_item, python_source, symbolic_value
+from onnxtrain.torch_compat.symbols import (
+    is_data_dependent,
+    is_float_item,
+    is_sum_with_bounds,
+    python_source,
+    symbolic_value,
+)
 
 _MAX_DECISIONS = 32
 _MAX_NODES = 64  # per decision, because the guard runs on every call; Longformer's take 45
@@ -94,6 +100,10 @@ class ElementDecision:
             and str(self.condition and self.condition.expression) == str(other.condition and other.condition.expression)
             and all(map(_same_lifted, self.lifted, other.lifted))
         )
+
+    def decides(self, expr: Any) -> bool:
+        """Return whether it is a test of this expression."""
+        return self.condition is not None and self.condition.expression == expr
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether forward takes the same branch for these inputs."""
@@ -228,7 +238,12 @@ class ElementDecisions:
             if not _is_decidable(expr):
                 raise
             following = self.answered[self._next] if self._next < len(self.answered) else None
-            if following is None or following.condition is None or following.condition.expression != expr:
+            symbol = _determining(expr)
+            is_answered = following is not None and following.decides(symbol)
+            if symbol is not None and (is_answered or (following is None and is_by_user())):
+                self._evaluate(original, env, symbol)
+                return original(env, expr, *args, **kwargs)
+            if following is None or not following.decides(expr):
                 is_asked = following is None and is_by_user()
                 where = (source_location.of_caller() or "") if is_asked else ""
                 if not is_asked:
@@ -269,7 +284,8 @@ class ElementDecisions:
         unanswered = self._unanswered
         if unanswered is None or unanswered.error is not error:
             return error
-        return self._undecided(unanswered.env, unanswered.expression, source_location.of_error(error) or "")
+        expr = unanswered.expression if (symbol := _determining(unanswered.expression)) is None else symbol
+        return self._undecided(unanswered.env, expr, source_location.of_error(error) or "")
 
     def _known(self, env: ShapeEnv, expr: Any, answer: int) -> Any:
         """Let the rest of the trace know a decision's answer; return it as `ShapeEnv.evaluate_expr` does."""
@@ -383,6 +399,13 @@ def _condition(inputs: Sequence[torch.fx.Node], expr: Any, where: str) -> _Condi
 
 def _is_truth(expr: Any) -> bool:
     return isinstance(expr, Relational | BooleanFunction)
+
+
+def _determining(expr: Any) -> Any | None:
+    """Return the symbol that a length determines, as that of a slice: once it is known, so are all sizes with it."""
+    if _is_truth(expr) or expr.is_Symbol or len(expr.free_symbols) != 1:
+        return None
+    return next(iter(expr.free_symbols)) if is_sum_with_bounds(expr) else None
 
 
 def _is_decidable(expr: Any) -> bool:

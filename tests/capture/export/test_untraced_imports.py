@@ -5,6 +5,7 @@ import copy
 import importlib
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.capture.export import untraced_imports as untraced_imports_module
+from onnxtrain.capture.export.untraced_imports import untraced_imports
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from tests.reference import assert_matches
 
@@ -55,3 +58,17 @@ def test_its_tensors_are_real(statement: bool, tmp_path: Path, monkeypatch: pyte
     assert library.STEPS.tolist() == [0.0, 1.0, 2.0]
     assert_matches(output, eager, x)
     sys.modules.pop(name)
+
+
+def test_an_import_of_what_is_imported_already_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
+    monkeypatch.setattr(untraced_imports_module, "untraced", lambda: entered.append("untraced") or nullcontext())
+    scope = {"__package__": "sympy.core"}
+    with untraced_imports():
+        importing = builtins.__import__
+        importing("sympy")
+        importing("basic", scope, {}, ("Basic",), 1)
+        importing("", scope, {}, ("basic",), 1)
+        importing("logic.boolalg", scope, {}, ("And",), 2)
+        importlib.import_module("sympy")
+    assert not entered
