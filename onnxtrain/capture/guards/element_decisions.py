@@ -432,7 +432,6 @@ def _guard(
     others = [node for node in graph.graph.find_nodes(op="placeholder") if node not in traced.inputs]
     lifted = [traced.constants.get(node) if node.users else None for node in others]
     reads_parameters = any(node.users and node not in traced.constants for node in others)
-    reads_parameters = reads_parameters or bool(graph.graph.find_nodes(op="get_attr"))  # of a running trace
     obstacle = _obstacle(calls, answered, reads_parameters=reads_parameters)
     if is_number and any(isinstance(constant, Buffer) for constant in lifted):  # such as a count of steps
         obstacle = obstacle or "a number that depends on the module's buffers"

@@ -76,7 +76,10 @@ class TracedGraph:
         copy, copied = Graph(), dict[Node, Node]()
         copy.graph_copy(graph, copied)
         copy.output([part_of(copy, copied[node], path) for node, path in outputs])
-        return cls(GraphModule(tracer.root, copy), [copied[node] for node in placeholders[others:]])
+        constants = _with_constants_as_placeholders(copy, tracer.root)
+        if constants is None:
+            return None
+        return cls(GraphModule(tracer.root, copy), [copied[node] for node in placeholders[others:]], constants)
 
 
 def _constant(spec: InputSpec, program: ExportedProgram, exported: torch.nn.Module) -> Any:
@@ -95,6 +98,23 @@ def _traced(tensor: torch.Tensor, tracer: Any) -> tuple[Node, Sequence[Any]] | N
     """Return the node that computes a tensor, with the empty path; None if another trace does."""
     node = get_proxy_slot(tensor, tracer, None, lambda slot: slot.proxy.node)
     return None if node is None else (node, ())
+
+
+def _with_constants_as_placeholders(graph: Graph, root: torch.nn.Module) -> dict[Node, torch.Tensor] | None:
+    """Make the constants of a trace the first placeholders of its graph; return them, None if one has no elements."""
+    constants: dict[Node, torch.Tensor] = {}
+    first = next(iter(graph.nodes))
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(root, str(node.target), None)
+        if type(value) is not torch.Tensor:
+            return None
+        with graph.inserting_before(first):
+            placeholder = graph.placeholder(f"constant_{len(constants)}")
+        placeholder.meta.update(node.meta)
+        node.replace_all_uses_with(placeholder)
+        graph.erase_node(node)
+        constants[placeholder] = value
+    return constants
 
 
 def _introducing(graph: Graph, symbol: Any) -> tuple[Node, Sequence[Any]] | None:
