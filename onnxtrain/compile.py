@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from onnxtrain.autodiff import Joint
 from onnxtrain.capture.capture import Captured
 from onnxtrain.capture.internal_errors import internal_errors_as
 from onnxtrain.capture.refusals import common_device
-from onnxtrain.capture.time_limit import limited_time
 from onnxtrain.errors import CompileError
 from onnxtrain.execute.boundary import Unit
 from onnxtrain.execute.compiled import Compiled, runner, runner_by_sizes
@@ -97,22 +95,16 @@ def compile_module(
             rerun,
             counterpart,
         )
-        with part("differentiation"):
-            joint = _gradients(builder, stages) if any(wrt) else None
+        joint = _gradients(builder, stages) if any(wrt) else None
     if joint is not None and (functions := functions_for(name, device.type)):  # the user's: their errors are raised
         joint = stages.record_joint("user-functions", rewrite_joint(joint, functions))
-    with internal_errors_as(CompileError, problem), part("planning and lowering"):
+    with internal_errors_as(CompileError, problem):
         compiled = _lower(joint, builder, inputs, stages)
-    compile_packed = partial(_compile_later, module, recorders=recorders, counterpart=compiled.unit)
+    compile_packed = partial(compile_module, module, recorders=recorders, counterpart=compiled.unit)
     return compiled if packed is None else packed.attach(compiled, name, rerun, compile_packed)
 
 
-def _compile_later(module: torch.nn.Module, *arguments: Any, **keywords: Any) -> Compiled:
-    """Compile in a later step than the first, in the time that the option capture_seconds allows anew."""
-    with limited_time(arguments[2], type(module).__name__):
-        return compile_module(module, *arguments, **keywords)
-
-
+@part("differentiation")
 def _gradients(builder: UnitBuilder, stages: Stages) -> Joint:
     """Differentiate the forward graph, and optimize the joint graph."""
     differentiation = builder.differentiation
@@ -126,6 +118,7 @@ def _plan(joint: Joint, builder: UnitBuilder, inputs: Sequence[torch.Tensor]) ->
     return plan_memory(joint, mutated, builder.views, inputs, builder.options, builder.device.type, builder.layout)
 
 
+@part("planning and lowering")
 def _lower(joint: Joint | None, builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
     """Build the programs of the joint graph, or of the forward graph if no input needs a gradient."""
     if joint is None:

@@ -20,6 +20,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.capture import Captured, Source
+from onnxtrain.capture.time_limit import limited_time
 from onnxtrain.errors import CommunicationError, SlowCaptureError
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import may_record
@@ -208,7 +209,8 @@ class PackedVariants:
             return rerun(packed_inputs[: len(self._captured.sources)])
 
         try:
-            unit = compile_packed(captured, inputs, options, rerun_padded)
+            with limited_time(options, module_name):  # it is a later step than the first
+                unit = compile_packed(captured, inputs, options, rerun_padded)
         except (CommunicationError, SlowCaptureError) as error:
             self._units[kept.causal] = None
             LOG.warning("%s runs with padding: %s", module_name, error)
