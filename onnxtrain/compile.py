@@ -30,8 +30,7 @@ from onnxtrain.execute.work_counter import WorkCounter
 from onnxtrain.options import Options
 from onnxtrain.passes import forward_passes_around_packing, joint_passes, optimize
 from onnxtrain.passes.user_graph_optimizers import functions_for
-from onnxtrain.plan import channels_last
-from onnxtrain.plan.channels_last import ChannelsLast
+from onnxtrain.plan.channels_last import ChannelsLast, is_profitable
 from onnxtrain.plan.differentiation import Differentiation, rewrite_joint, unoptimized_joint
 from onnxtrain.plan.memory_plan import MemoryPlan, plan_memory
 from onnxtrain.plan.output_views import input_views
@@ -90,7 +89,7 @@ def compile_module(
             input_views(model, captured.result_count),
             device,
             options,
-            ChannelsLast() if channels_last.is_profitable(model.graph, inputs) else None,
+            ChannelsLast() if is_profitable(model.graph, inputs) else None,
             recordings_for(captured, inputs, options, device, recorders),
             rerun,
             counterpart,
@@ -114,8 +113,8 @@ def _gradients(builder: UnitBuilder, stages: Stages) -> Joint:
 
 
 def _plan(joint: Joint, builder: UnitBuilder, inputs: Sequence[torch.Tensor]) -> MemoryPlan:
-    mutated = builder.differentiation.mutated_inputs(joint)
-    return plan_memory(joint, mutated, builder.views, inputs, builder.options, builder.device.type, builder.layout)
+    mutated, device = builder.differentiation.mutated_inputs(joint), builder.device.type
+    return plan_memory(joint, mutated, builder.views, inputs, builder.options, device, builder.layout)
 
 
 @part("planning and lowering")

@@ -231,6 +231,43 @@ def test_modules_that_share_a_graph_read_their_own_buffers() -> None:
             assert torch.equal(got(x), eager(x))
 
 
+class SplitsInEachLayer(nn.Module):
+    """As the vision towers of Qwen2-VL, whose layers split by the lengths of images."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            lengths = ends[1:] - ends[:-1]
+            x = torch.cat([part.cumsum(0) for part in torch.split(x, lengths.tolist()) if part.shape[0] > 1])
+        return x
+
+
+def test_layers_that_read_the_same_lengths_decide_once() -> None:
+    eager = SplitsInEachLayer()
+    ours = ORTModule(SplitsInEachLayer(), **DISABLED)
+    for middle in (2, 3, 2):
+        x = torch.randn(6, 2)
+        ends = torch.tensor([0, middle, 6])
+        assert_matches(ours(x, ends), eager, x, ends)
+    newest = engine_of(ours).newest().captured
+    assert len(newest.guards.elements) <= 4, "of one layer"
+
+
+class ReadsAgain(nn.Module):
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        counts = counts * 1
+        first = counts[0].item()
+        counts.view(-1)[0] += 2
+        return torch.arange(first).sum() * x + torch.arange(counts[0].item()).sum()
+
+
+def test_an_item_is_read_again_after_a_change() -> None:
+    eager = ReadsAgain()
+    ours = ORTModule(ReadsAgain(), **DISABLED)
+    for count in (1, 2, 3):
+        x, counts = torch.randn(7, 2), torch.tensor([count, 5])
+        assert_matches(ours(x, counts), eager, x, counts)
+
+
 class Writes(nn.Module):
     """As FSMT: the labels are changed in place before they decide."""
 
