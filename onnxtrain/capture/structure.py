@@ -14,6 +14,7 @@ import inspect
 import operator
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, EllipsisType, FunctionType, NoneType
 from typing import Any, TypeAlias, TypeGuard
@@ -361,7 +362,21 @@ def _open_registered(value: Any, registered: Any) -> _Container:
         context if isinstance(context, (list, tuple)) and len(context) == len(children) else range(len(children))
     )
     steps = [_step(name) for name in child_names]
-    return children, steps, freeze(context), lambda items: registered.unflatten_fn(items, context)
+
+    def build(items: Sequence[Any]) -> Any:
+        return registered.unflatten_fn(items, context)
+
+    keys = list(value) if isinstance(value, OrderedDict) else None
+    if keys is not None and list(build(children)) != keys:
+        return children, steps, freeze(context), lambda items: _in_order(build(items), keys)
+    return children, steps, freeze(context), build
+
+
+def _in_order(mapping: OrderedDict[Any, Any], keys: Sequence[Any]) -> OrderedDict[Any, Any]:
+    """Return a mapping with its keys in this order: a ModelOutput has its fields in the order of assignment."""
+    for key in keys:
+        mapping.move_to_end(key)
+    return mapping
 
 
 def _open_dataclass(value: Any) -> _Container:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from onnxtrain import ORTModule
 from onnxtrain.errors import KernelError, ORTModuleTorchModelException
@@ -921,3 +922,16 @@ def test_the_log_says_why_a_module_is_captured_again(caplog: pytest.LogCaptureFi
             caplog.clear()
             call()
             assert f"Scaled: captured again: {reason}" in caplog.text
+
+
+def test_an_output_has_its_fields_in_the_order_in_which_forward_set_them() -> None:
+    class Late(nn.Module):
+        def forward(self, x: torch.Tensor) -> BaseModelOutputWithPooling:
+            output = BaseModelOutputWithPooling(last_hidden_state=x * 2, hidden_states=(x * 3,))
+            output.pooler_output = x * 4  # its field stands before hidden_states
+            return output
+
+    x = torch.randn(3)
+    eager, got = Late()(x), ORTModule(Late(), fallback_policy="FALLBACK_DISABLE")(x)
+    assert list(got) == list(eager) == ["last_hidden_state", "hidden_states", "pooler_output"]
+    assert torch.equal(got[2], eager[2])
