@@ -68,7 +68,7 @@ def composite_decompositions(program: ExportedProgram) -> DecompositionTable:
     declare_autocast_dtypes(program, kept & with_casts)
     decomposed = (builtin | called | with_casts) - kept
     table = {op: with_autocast_inside(op, decomposition_of_composite(op)) for op in decomposed}
-    return table | {_ITEM: torch.ops.aten._local_scalar_dense.default}  # kept as it is, PyTorch cannot trace it again
+    return table | {_ITEM: decomposition_of_composite(_ITEM)}  # kept as it is, PyTorch cannot trace it again
 
 
 def nested_cast_decompositions(functional: ExportedProgram) -> DecompositionTable:
