@@ -358,25 +358,19 @@ def _open_container(value: Any) -> _Container | None:
 
 def _open_registered(value: Any, registered: Any) -> _Container:
     children, context = registered.flatten_fn(value)
-    child_names = (
-        context if isinstance(context, (list, tuple)) and len(context) == len(children) else range(len(children))
-    )
-    steps = [_step(name) for name in child_names]
+    are_names = isinstance(context, (list, tuple)) and len(context) == len(children)
+    steps = [_step(name) for name in (context if are_names else range(len(children)))]
+    keys: Sequence[Any] = ()
+    if isinstance(value, OrderedDict) and list(registered.unflatten_fn(children, context)) != list(value):
+        keys = list(value)  # a ModelOutput has its fields in the order of assignment
 
     def build(items: Sequence[Any]) -> Any:
-        return registered.unflatten_fn(items, context)
+        container = registered.unflatten_fn(items, context)
+        for key in keys:
+            container.move_to_end(key)
+        return container
 
-    keys = list(value) if isinstance(value, OrderedDict) else None
-    if keys is not None and list(build(children)) != keys:
-        return children, steps, freeze(context), lambda items: _in_order(build(items), keys)
     return children, steps, freeze(context), build
-
-
-def _in_order(mapping: OrderedDict[Any, Any], keys: Sequence[Any]) -> OrderedDict[Any, Any]:
-    """Return a mapping with its keys in this order: a ModelOutput has its fields in the order of assignment."""
-    for key in keys:
-        mapping.move_to_end(key)
-    return mapping
 
 
 def _open_dataclass(value: Any) -> _Container:

@@ -30,7 +30,8 @@ _RESULTS = {
 _LONGEST_REASON = 160
 # What the table's column for the result says already.
 _RESULT = re.compile(r"^\S+ runs in PyTorch, not as (?:an|one) ONNX graph(?: but in pieces between graph breaks)?: ")
-_FOLDER = re.compile(r"(?:/[^\s/]+)+/(?:site-packages/|(?=(?:tests|diffusers|transformers)/))")  # of a machine, before a file's own path
+# The folder of a machine before a file's own path.
+_FOLDER = re.compile(r"(?:/[^\s/]+)+/(?:site-packages/|(?=(?:tests|diffusers|transformers)/))")
 
 _PAGE = """\
 # Models
