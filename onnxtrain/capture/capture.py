@@ -70,6 +70,8 @@ from onnxtrain.errors import (
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
 from onnxtrain.log import LOG
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.definition import Effects
 from onnxtrain.system.time_limit import part, time_limit
 from onnxtrain.torch_compat.internal import refuse_if_lacking
 from onnxtrain.torch_compat.tensors import own_memory
@@ -320,12 +322,26 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool,
         origins = _input_origins(program, module, len(names), parts, outside)
         captured = _assemble(program, origins, converted.model, converted.outputs, wrapper.output, names, guards)
         gather_before_readers(captured.model.graph, module)
+        _refuse_assumptions_between_ranks(captured)
         if traced is not None:
             targets = [mutation.target for mutation in captured.mutations]
             views = written_views(traced, program, targets, captured.model.graph.inputs)
             captured = replace(captured, written_views=tuple(views))
     own_reads = reads - captured.assigned.of(module)
     return replace(captured, reads=frozenset(own_reads), constants=(*captured.constants, *outside.constants))
+
+
+def _refuse_assumptions_between_ranks(captured: Captured) -> None:
+    """Raise CaptureError if a rank whose answer is another would communicate again, in PyTorch, and wait for others."""
+    exchanges = [n for n in captured.model.graph if Effects.COLLECTIVE in definition_of(n).effects]
+    if captured.assumed and exchanges:
+        raise CaptureError(
+            "forward branches on whether values are finite, and communicates with other ranks",
+            where=captured.assumed[0].where,
+            expected="a call that each rank can run in PyTorch if its values are not finite",
+            got=f"{len(exchanges)} collectives in the graph, such as {exchanges[0].op_type}",
+            todo="the module runs in PyTorch; use torch.where in place of the branch",
+        )
 
 
 def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:

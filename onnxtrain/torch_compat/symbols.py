@@ -80,7 +80,7 @@ _BOUNDS = (
 
 
 def is_sum_with_bounds(expr: Any) -> bool:
-    """Return whether an expression consists of sums, products, maxima and minima."""
+    """Return whether an expression has no operators but +, *, max and min."""
     return all(isinstance(part, _BOUNDS) for part in sympy.preorder_traversal(expr))
 
 

@@ -252,11 +252,6 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, output
 
 
-def _strides(tensor: torch.Tensor) -> list[int]:
-    """Return the strides, without those of axes of size 1, which address nothing."""
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
-
-
 def compare_outputs(where: str, got: Any, eager: Any, exact: Any) -> None:
     """Compare two outputs: structure, constants, tensors and their properties."""
     own, expected, references = (dict(leaves(o)) for o in (got, eager, exact))
@@ -269,7 +264,7 @@ def compare_outputs(where: str, got: Any, eager: Any, exact: Any) -> None:
         tensor = own[path]
         assert type(tensor) is type(value), f"{where}{path}: a {type(tensor)}, eager has a {type(value)}"
         assert tensor.requires_grad == value.requires_grad, f"{where}{path}: requires_grad is {tensor.requires_grad}"
-        assert _strides(tensor) == _strides(value), (
+        assert tensor.stride() == value.stride(), (
             f"{where}{path}: strides {tensor.stride()}, eager has {value.stride()}"
         )
         assert_no_worse_than_eager(f"{where}{path}", tensor.detach(), value.detach(), references[path].detach())

@@ -28,8 +28,9 @@ from onnxtrain.torch_compat.symbols import bound_float
 _DTYPES = {float: torch.float64, int: torch.int64}
 _FLOATS = ("random", "uniform", "gauss", "normalvariate", "lognormvariate", "triangular", "betavariate")
 _MORE_FLOATS = ("expovariate", "gammavariate", "vonmisesvariate", "paretovariate", "weibullvariate")
-_INTEGERS = ("randint", "randrange", "getrandbits")
+_INTEGERS = ("randint", "randrange")
 _NAMES = frozenset({*_FLOATS, *_MORE_FLOATS, *_INTEGERS})
+_LARGEST = 2**62  # of arguments, so that samples are int64
 _CLASSES: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
 
@@ -47,7 +48,7 @@ def capturing_number(function: Callable[..., Any], calls: FunctionCalls) -> Call
     def call(*args: Any, **kwargs: Any) -> Any:
         is_by_user = source_location.is_user_file(sys._getframe(2).f_code.co_filename)  # 1 is `in_thread`
         is_repeated = current_region() != ""  # eager samples again when backward recomputes a checkpoint
-        is_constant = all(isinstance(value, int | float) for value in (*args, *kwargs.values()))
+        is_constant = all(isinstance(v, int | float) and abs(v) < _LARGEST for v in (*args, *kwargs.values()))
         if is_uncaptured() or is_repeated or not is_by_user or not is_constant:
             return function(*args, **kwargs)
         number = calls.apply(_function_class(function), (args, kwargs), {}).item()

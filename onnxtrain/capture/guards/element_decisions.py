@@ -2,9 +2,8 @@
 
 A graph has no branches, so it is valid for the calls in which forward takes the same branches. The condition of each
 branch is captured as a small graph to the tensor that Python tests, from the arguments and from the module's buffers;
-that graph becomes a guard.
-Forward is traced up to the first condition without an answer; its value in this call is computed; forward is traced
-again.
+that graph becomes a guard. Its value in this call is computed from what the trace has recorded so far; where that is
+not possible, as for a buffer, forward is traced up to the condition, and then again with the answer.
 
 A condition may also be an expression over data-dependent sizes and items, such as `nonzero(mask).size(0) > 0`. Its
 answer is a fact that the rest of the trace, and the proof of the graph, may use.
