@@ -69,6 +69,7 @@ from onnxtrain.errors import (
 )
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.values import ATEN
 from onnxtrain.log import LOG
 from onnxtrain.ops import definition_of
 from onnxtrain.ops.definition import Effects
@@ -300,7 +301,7 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool,
                 wrapper.elements.decide(program, wrapper)
                 program = _export_blocks_once(wrapper, decisions, outside)
         wrapper.fakes.check(module)
-        with _internal_errors(module), part("functionalization"), wrapper.elements.recalling():
+        with _internal_errors(module), part("functionalization"):
             decide_copies(program, decisions)
             refuse_overlapping_writes(program)
             restore_result_strides(program)
@@ -333,7 +334,7 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool,
 
 def _refuse_assumptions_between_ranks(captured: Captured) -> None:
     """Raise CaptureError if a rank whose answer is another would communicate again, in PyTorch, and wait for others."""
-    exchanges = [n for n in captured.model.graph if Effects.COLLECTIVE in definition_of(n).effects]
+    exchanges = [node for node in captured.model.graph if _communicates(node)]
     if captured.assumed and exchanges:
         raise CaptureError(
             "forward branches on whether values are finite, and communicates with other ranks",
@@ -342,6 +343,12 @@ def _refuse_assumptions_between_ranks(captured: Captured) -> None:
             got=f"{len(exchanges)} collectives in the graph, such as {exchanges[0].op_type}",
             todo="the module runs in PyTorch; use torch.where in place of the branch",
         )
+
+
+def _communicates(node: ir.Node) -> bool:
+    if node.domain == ATEN:  # PyTorch's operators for collectives have the namespace c10d, or one that contains it
+        return "c10d" in node.attributes.get_string("operator")
+    return Effects.COLLECTIVE in definition_of(node).effects
 
 
 def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:

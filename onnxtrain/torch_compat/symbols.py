@@ -73,17 +73,6 @@ def python_source(expr: Any) -> str:
     return f"({PythonPrinter().doprint(expr)})"
 
 
-_BOUNDS = (
-    *(sympy.Symbol, sympy.Integer, sympy.Add, sympy.Mul, sympy.Max, sympy.Min),
-    *(getattr(functions, name) for name in ("Max", "Min") if hasattr(functions, name)),
-)
-
-
-def is_sum_with_bounds(expr: Any) -> bool:
-    """Return whether an expression has no operators but +, *, max and min."""
-    return all(isinstance(part, _BOUNDS) for part in sympy.preorder_traversal(expr))
-
-
 def _find_kinds() -> tuple[Any, Any, Any]:
     symbol = importlib.import_module("torch.utils._sympy.symbol")
     return symbol.symbol_is_type, symbol.SymT.UNBACKED_INT, symbol.SymT.UNBACKED_FLOAT

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from onnxtrain import ORTModule
+from onnxtrain.errors import CaptureError
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 
@@ -94,6 +95,16 @@ def _work(rank: int, store: str) -> None:
     for name in COLLECTIVES:
         check(name, rank)
     dist.destroy_process_group()
+
+
+def test_checks_of_finite_values_are_not_assumed_between_ranks(alone: None) -> None:
+    class Checks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            total = reduced_in_place(x)
+            return total if torch.isfinite(total).all() else -total
+
+    with pytest.raises(CaptureError, match="communicates with other ranks"):
+        ORTModule(Checks(), fallback_policy="FALLBACK_DISABLE")(torch.ones(2, 3))
 
 
 @pytest.mark.slow

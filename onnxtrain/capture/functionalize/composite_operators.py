@@ -39,7 +39,6 @@ from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.patch_points import BUFFER_COPIES
 from onnxtrain.torch_compat.symbols import static_value
 
-_ITEM = torch.ops.aten.item.default
 DecompositionTable = dict[Any, Callable[..., Any]]
 
 
@@ -67,8 +66,7 @@ def composite_decompositions(program: ExportedProgram) -> DecompositionTable:
     kept |= set(filter(_samples, with_casts))
     declare_autocast_dtypes(program, kept & with_casts)
     decomposed = (builtin | called | with_casts) - kept
-    table = {op: with_autocast_inside(op, decomposition_of_composite(op)) for op in decomposed}
-    return table | {_ITEM: decomposition_of_composite(_ITEM)}  # kept as it is, PyTorch cannot trace it again
+    return {op: with_autocast_inside(op, decomposition_of_composite(op)) for op in decomposed}
 
 
 def nested_cast_decompositions(functional: ExportedProgram) -> DecompositionTable:

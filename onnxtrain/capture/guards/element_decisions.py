@@ -44,7 +44,6 @@ from onnxtrain.torch_compat.patch_points import ASSERT_SIZES, EVALUATE_SIZES, TE
 from onnxtrain.torch_compat.symbols import (
     is_data_dependent,
     is_float_item,
-    is_sum_with_bounds,
     python_source,
     symbolic_value,
 )
@@ -237,37 +236,15 @@ class ElementDecisions:
             if not _is_decidable(expr):
                 raise
             following = self.answered[self._next] if self._next < len(self.answered) else None
-            symbol = _determining(expr)
-            is_answered = following is not None and following.decides(symbol)
-            if symbol is not None and (is_answered or (following is None and is_by_user())):
-                self._evaluate(original, env, symbol)
-                return original(env, expr, *args, **kwargs)
             if following is None or not following.decides(expr):
-                is_asked = following is None and is_by_user()
-                where = (source_location.of_caller() or "") if is_asked else ""
-                if not is_asked:
+                if following is not None or not is_by_user():
                     self._unanswered = _Unanswered(env, expr, error)
                     raise
+                where = source_location.of_caller() or ""
                 if not self._decide_at_once(_data_dependent_symbols(expr), expr, where):
                     raise self._undecided(env, expr, where) from None
         self._next += 1
         return self._known(env, expr, self.answered[self._next - 1].answer)
-
-    @contextmanager
-    def recalling(self) -> Iterator[None]:
-        """Give the answers of the last trace while this is held: PyTorch traces its graph once more."""
-        original = EVALUATE_SIZES.original
-
-        def recall(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(env, expr, *args, **kwargs)
-            except GuardOnDataDependentSymNode:
-                if expr not in self._known_answers:
-                    raise
-            return self._known_answers[expr]
-
-        with EVALUATE_SIZES.replaced_in_thread(recall):
-            yield
 
     def _check(self, original: Callable[..., Any], env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace `ShapeEnv.guard_or_defer_runtime_assert`, which `torch._check` calls."""
@@ -283,8 +260,7 @@ class ElementDecisions:
         unanswered = self._unanswered
         if unanswered is None or unanswered.error is not error:
             return error
-        expr = unanswered.expression if (symbol := _determining(unanswered.expression)) is None else symbol
-        return self._undecided(unanswered.env, expr, source_location.of_error(error) or "")
+        return self._undecided(unanswered.env, unanswered.expression, source_location.of_error(error) or "")
 
     def _known(self, env: ShapeEnv, expr: Any, answer: int) -> Any:
         """Let the rest of the trace know a decision's answer; return it as `ShapeEnv.evaluate_expr` does."""
@@ -398,13 +374,6 @@ def _condition(inputs: Sequence[torch.fx.Node], expr: Any, where: str) -> _Condi
 
 def _is_truth(expr: Any) -> bool:
     return isinstance(expr, Relational | BooleanFunction)
-
-
-def _determining(expr: Any) -> Any | None:
-    """Return the symbol that a length determines, as that of a slice: once it is known, so are all sizes with it."""
-    if _is_truth(expr) or expr.is_Symbol or len(expr.free_symbols) != 1:
-        return None
-    return next(iter(expr.free_symbols)) if is_sum_with_bounds(expr) else None
 
 
 def _is_decidable(expr: Any) -> bool:
