@@ -16,6 +16,7 @@ import onnx_ir as ir
 from torch.fx import Node
 
 from onnxtrain.capture.node_storage import COPY_OF
+from onnxtrain.graph import traversal
 from onnxtrain.graph.traversal import clone_node
 from onnxtrain.graph.values import type_of
 from onnxtrain.torch_compat import pytree
@@ -35,10 +36,22 @@ class CopiedCalls:
         self._nodes: dict[Node, Sequence[ir.Node]] = {}
 
     def record(self, call: Node, nodes: Sequence[ir.Node], origin: Mapping[str, str]) -> None:
-        """Record the nodes that a call was converted to, unless others share them or their metadata is their own."""
-        shared = {id(v) for table in ("size_values", "shape_values") for v in self._graph.meta.get(table, {}).values()}
-        is_own = all(id(value) not in shared for node in nodes for value in node.outputs)
-        if is_own and all(node.metadata_props == origin for node in nodes):
+        """Record the nodes that a call was converted to, if copies of them are what its copies are converted to.
+
+        They are not if other calls share them, if their metadata is their own, or if they read what is computed before
+        the call's arguments, as attention reads the heads that a model repeats for it: a copy would read those of the
+        first block.
+        """
+        shared = {v for table in ("size_values", "shape_values") for v in self._graph.meta.get(table, {}).values()}
+        outputs = {value for node in nodes for value in node.outputs}
+        arguments = {value for node in call.all_input_nodes for value in _leaves(self._values.get(node))}
+        reads = {value for node in nodes for value in traversal.reads(node)}
+        others = reads - arguments - outputs - shared
+        if (
+            shared.isdisjoint(outputs)
+            and all(value.producer() is None and value.const_value is not None for value in others)
+            and all(node.metadata_props == origin for node in nodes)
+        ):
             self._nodes[call] = nodes
 
     def copy(self, call: Node, origin: Callable[[Node], Mapping[str, str]]) -> Any:
