@@ -104,6 +104,10 @@ class CompileError(ORTModuleONNXModelException):
     """Compiling a captured module failed because of a bug of onnxtrain."""
 
 
+class OmittedBlocksError(ORTModuleONNXModelException):
+    """Repeated blocks cannot be inserted into a planned graph. The module is captured again, with all blocks."""
+
+
 class GraphError(OnnxTrainError):
     """The verifier rejected a malformed graph."""
 

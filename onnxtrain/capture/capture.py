@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.blocks.instantiate import instantiate
+from onnxtrain.capture.blocks.omitted_blocks import OmittedBlocks
 from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.repeated_blocks import RepeatedBlocks
 from onnxtrain.capture.convert.convert import convert
@@ -136,6 +137,7 @@ class Captured:
         written_views: results that are views of tensors that `mutations` change.
         assigned: attributes of modules that each call assigns; not among `reads`.
         assumed: the answers of forward's tests of finite values, which each call has to check.
+        omitted: repeated blocks that `model` does not contain; `plan.omitted_blocks` inserts them.
     """
 
     model: ir.Model
@@ -153,6 +155,7 @@ class Captured:
     stored_name: str = ""
     written_views: tuple[WrittenView, ...] = ()
     assumed: tuple[AssumedAnswer, ...] = ()
+    omitted: tuple[OmittedBlocks, ...] = ()
 
     def has_same_graph(self, other: Captured) -> bool:
         """Return whether another capture, of any module or state, is the same graph at all sizes."""
@@ -163,9 +166,24 @@ class Captured:
             and (self.result_count, self.mutations, self.sizes) == (other.result_count, other.mutations, other.sizes)
             and (self.written_views, self.assigned, self.assumed)
             == (other.written_views, other.assigned, other.assumed)
-            and self.output == other.output
+            and (self.output, self.omitted) == (other.output, other.omitted)
             and (self.stored_name == other.stored_name != "" or self.guards.same_graph(other.guards))
         )
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What the traces of one capture may do.
+
+    Attributes:
+        outside_is_input: see `capture`.
+        may_omit: see `capture`.
+        seconds: the processor time that one may take; None: any.
+    """
+
+    outside_is_input: bool
+    may_omit: bool
+    seconds: float | None = None
 
 
 def capture(
@@ -178,6 +196,7 @@ def capture(
     fixed_sizes: Collection[int] = (),
     outside_is_input: bool = False,
     may_assume: bool = False,
+    may_omit: bool = False,
 ) -> Captured:
     """Capture `module` for inputs of this structure.
 
@@ -192,6 +211,7 @@ def capture(
         outside_is_input: whether tensors that forward reads from outside the module become graph inputs; otherwise
             they become constants.
         may_assume: whether the graph may assume answers that each call has to check (`Captured.assumed`).
+        may_omit: whether the graph may lack repeated blocks (`Captured.omitted`).
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
@@ -205,7 +225,9 @@ def capture(
         return Wrapper(module, structure, side_effects, call_forward, elements)
 
     try:
-        captured = _first_valid_capture(wrap, module, tensors, suggested, fixed_sizes, outside_is_input)
+        captured = _first_valid_capture(
+            wrap, module, tensors, suggested, fixed_sizes, _Limits(outside_is_input, may_omit)
+        )
     except ORTModuleFallbackException as error:
         side_effects.refuse_assignments(error)
         raise
@@ -219,7 +241,7 @@ def _first_valid_capture(
     tensors: Sequence[torch.Tensor],
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
-    outside_is_input: bool,
+    limits: _Limits,
 ) -> Captured:
     """Try example sizes, those that keep most dimensions dynamic first, until a capture is valid for the call.
 
@@ -228,12 +250,12 @@ def _first_valid_capture(
     images = frozenset(i for i, tensor in enumerate(tensors) if tensor.dim() >= 4) - frozenset(fixed_sizes)
     if not images or module not in _SLOW_SIZES:
         try:
-            seconds = _SECONDS_FOR_IMAGES if images else None
-            return _first_valid_of(wrap, tensors, suggested, fixed_sizes, outside_is_input, seconds)
+            limited = replace(limits, seconds=_SECONDS_FOR_IMAGES) if images else limits
+            return _first_valid_of(wrap, tensors, suggested, fixed_sizes, limited)
         except _SlowSizesError as error:
             LOG.info("captured again with the sizes of images fixed: %s", error)
             _SLOW_SIZES.add(module)
-    return _first_valid_of(wrap, tensors, (), images.union(fixed_sizes), outside_is_input, None)
+    return _first_valid_of(wrap, tensors, (), images.union(fixed_sizes), limits)
 
 
 def _first_valid_of(
@@ -241,20 +263,19 @@ def _first_valid_of(
     tensors: Sequence[torch.Tensor],
     suggested: Sequence[Example],
     fixed_sizes: Collection[int],
-    outside_is_input: bool,
-    seconds: float | None,
+    limits: _Limits,
 ) -> Captured:
     *guesses, real = example_candidates(tensors, suggested, fixed_sizes)
     for example in guesses:
         try:
-            captured = _capture_decided(wrap, tensors, example, fixed_sizes, outside_is_input, seconds)
+            captured = _capture_decided(wrap, tensors, example, fixed_sizes, limits)
         except (SideEffectError, SlowCaptureError, _SlowSizesError):
             raise
         except CaptureError:
             continue  # forward rejects these sizes: the next example is closer to the call's
         if captured.guards(tensors):
             return captured
-    return _capture_decided(wrap, tensors, real, fixed_sizes, outside_is_input, seconds)
+    return _capture_decided(wrap, tensors, real, fixed_sizes, limits)
 
 
 def _capture_decided(
@@ -262,24 +283,23 @@ def _capture_decided(
     tensors: Sequence[torch.Tensor],
     example: Example,
     fixed_sizes: Collection[int],
-    outside_is_input: bool,
-    seconds: float | None,
+    limits: _Limits,
 ) -> Captured:
     """Capture with the user's checks of data-dependent sizes as guards only if the graph needs them."""
     wrapper = wrap(False)
     try:
-        return _capture(wrapper, SizeDecisions(tensors, example, fixed_sizes), outside_is_input, seconds)
+        return _capture(wrapper, SizeDecisions(tensors, example, fixed_sizes), limits)
     except AssumptionError:
         if not wrapper.elements.unanswered_checks:
             raise
-    return _capture(wrap(True), SizeDecisions(tensors, example, fixed_sizes), outside_is_input, seconds)
+    return _capture(wrap(True), SizeDecisions(tensors, example, fixed_sizes), limits)
 
 
-def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool, seconds: float | None) -> Captured:
+def _capture(wrapper: Wrapper, decisions: SizeDecisions, limits: _Limits) -> Captured:
     """Capture for one choice of example sizes.
 
     Raises:
-        _SlowSizesError: the trace takes more processor time than `seconds`.
+        _SlowSizesError: the trace takes more processor time than `limits` allow.
     """
     module, structure = wrapper.module, wrapper.structure
     outside = OutsideTensors()
@@ -293,13 +313,13 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool,
         with (
             attribute_reads(wrapper.accesses) as reads,
             outside.recording(),
-            time_limit(seconds, _SlowSizesError),
+            time_limit(limits.seconds, _SlowSizesError),
             part("tracing forward"),
         ):
-            program = _export_blocks_once(wrapper, decisions, outside)
+            program, omitted = _export_blocks_once(wrapper, decisions, outside, limits.may_omit)
             while wrapper.elements.is_undecided:
                 wrapper.elements.decide(program, wrapper)
-                program = _export_blocks_once(wrapper, decisions, outside)
+                program, omitted = _export_blocks_once(wrapper, decisions, outside, limits.may_omit)
         wrapper.fakes.check(module)
         with _internal_errors(module), part("functionalization"):
             decide_copies(program, decisions)
@@ -318,7 +338,7 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool,
         answered = wrapper.elements.answered
         with part("guards"):
             guards = compile_guards(program, names, decisions, traced, answered, wrapper.elements.facts)
-        if outside_is_input:
+        if limits.outside_is_input:
             outside.find(module, reads, decisions.examples, (t for decision in answered for t in decision.lifted))
         origins = _input_origins(program, module, len(names), parts, outside)
         captured = _assemble(program, origins, converted.model, converted.outputs, wrapper.output, names, guards)
@@ -329,7 +349,8 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool,
             views = written_views(traced, program, targets, captured.model.graph.inputs)
             captured = replace(captured, written_views=tuple(views))
     own_reads = reads - captured.assigned.of(module)
-    return replace(captured, reads=frozenset(own_reads), constants=(*captured.constants, *outside.constants))
+    constants = (*captured.constants, *outside.constants)
+    return replace(captured, reads=frozenset(own_reads), constants=constants, omitted=omitted)
 
 
 def _refuse_assumptions_between_ranks(captured: Captured) -> None:
@@ -356,8 +377,14 @@ def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:
     return internal_errors_as(CaptureError, problem)
 
 
-def _export_blocks_once(wrapper: Wrapper, decisions: SizeDecisions, outside: OutsideTensors) -> ExportedProgram:
-    """Export forward, and trace each of its repeated blocks once; all of them, if their calls cannot be replaced."""
+def _export_blocks_once(
+    wrapper: Wrapper, decisions: SizeDecisions, outside: OutsideTensors, may_omit: bool
+) -> tuple[ExportedProgram, tuple[OmittedBlocks, ...]]:
+    """Export forward, and trace each of its repeated blocks once; all of them, if their calls cannot be replaced.
+
+    Returns:
+        The export, and the blocks that it lacks.
+    """
     events = [lambda: wrapper.elements.count, lambda: len(outside.constants)]
     surroundings = Outside(wrapper.surroundings, events, wrapper.fakes.count, wrapper.fakes.holds)
     hidden = wrapper.hidden
@@ -365,12 +392,13 @@ def _export_blocks_once(wrapper: Wrapper, decisions: SizeDecisions, outside: Out
     try:
         with hidden.hiding():
             program = _export(wrapper, decisions, blocks.recording())
-        if instantiate(program, blocks.copies, hidden):
-            return program
+        omitted = instantiate(program, blocks.copies, hidden, may_omit)
+        if omitted is not None:
+            return program, omitted
     except CaptureError:
         if not hidden.revealed:  # else forward may do to a parameter what only torch.export's own can take
             raise
-    return _export(wrapper, decisions, nullcontext())
+    return _export(wrapper, decisions, nullcontext()), ()
 
 
 def _export(

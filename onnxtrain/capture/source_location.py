@@ -49,6 +49,11 @@ def of_node(node: torch.fx.Node) -> str | None:
     return of_trace(node.stack_trace)
 
 
+def module_path(path: str) -> str:
+    """Return a module's path in the user's module, from that in the export, whose root holds the user's module."""
+    return re.sub(r"^(L\['\w+'\]\.?|module\.?)", "", path).removeprefix("module.").removeprefix(".")
+
+
 def of_code(code: CodeType, line: int) -> str:
     """Return the location of a line in a code object."""
     return _spell(code.co_filename, line, code.co_name)

@@ -21,7 +21,7 @@ import torch
 
 from onnxtrain.capture.capture import Captured, Source
 from onnxtrain.capture.time_limit import limited_time
-from onnxtrain.errors import CommunicationError, SlowCaptureError
+from onnxtrain.errors import CommunicationError, OmittedBlocksError, SlowCaptureError
 from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import may_record
 from onnxtrain.execute.packing import KeptTokens, PackingCheck
@@ -211,7 +211,7 @@ class PackedVariants:
         try:
             with limited_time(options, module_name):  # it is a later step than the first
                 unit = compile_packed(captured, inputs, options, rerun_padded)
-        except (CommunicationError, SlowCaptureError) as error:
+        except (CommunicationError, OmittedBlocksError, SlowCaptureError) as error:
             self._units[kept.causal] = None
             LOG.warning("%s runs with padding: %s", module_name, error)
             return

@@ -42,6 +42,7 @@ from onnxtrain.plan.cut import Cut, Part, cut, single_part
 from onnxtrain.plan.differentiation import Differentiation
 from onnxtrain.plan.independent_results import independent_results, wants_stages
 from onnxtrain.plan.mutated_inputs import check_backward_reads
+from onnxtrain.plan.omitted_blocks import insert_omitted_blocks, with_omitted_blocks
 from onnxtrain.plan.output_views import unshared_results
 from onnxtrain.plan.parameter_buckets import join_forward_collectives
 from onnxtrain.plan.parameter_order import exchanges
@@ -119,18 +120,20 @@ class UnitBuilder:
         return self.recordings.refusals([unit.forward.part if split is None else split.rest, *backward])
 
     def inference_unit(self) -> Unit:
-        """Return the unit of the forward graph alone.
+        """Return the unit of the forward graph alone, after omitted blocks have been inserted into it.
 
         Raises:
+            OmittedBlocksError: they cannot be inserted.
             CommunicationError: it would communicate differently from the unit `counterpart`.
         """
+        insert_omitted_blocks(self.differentiation.forward.graph, self.captured.omitted)
         join_forward_collectives(self.differentiation.forward.graph)
         program = self.program(single_part(self.differentiation.forward), "inference")
         self._check_forward(program.part)
         return self._unit(program, (False,) * self.captured.result_count)
 
     def training_unit(self, joint: Joint, choice: RecomputeChoice) -> Unit:
-        """Return the unit of a joint graph to which `choice` has been applied (`apply_choice`).
+        """Return the unit of a joint graph to which `choice` has been applied (`apply_choice`), without omissions.
 
         Raises:
             CaptureError: forward writes a value that has a gradient into an input, or backward reads an overwritten
@@ -333,7 +336,8 @@ class BackwardPrograms:
         self._joint, self._has_cotangent, self._is_unused = self._differentiated(), self._differentiable, True
 
     def _differentiated(self, has_cotangent: Flags | None = None) -> Joint:
-        return apply_choice(self._builder.differentiation.optimized(has_cotangent), self._choice)
+        joint = apply_choice(self._builder.differentiation.optimized(has_cotangent), self._choice)
+        return with_omitted_blocks(joint, self._builder.captured.omitted)[0]
 
     def _forward_keeps_all(self, parts: Cut) -> bool:
         """Return whether the forward program keeps every tensor and size that this backward reads."""

@@ -39,6 +39,7 @@ from onnxtrain.errors import (
     ChangedArgumentError,
     ChangedParameterError,
     KernelError,
+    OmittedBlocksError,
     ORTModuleFallbackException,
     SlowCaptureError,
 )
@@ -53,6 +54,7 @@ from onnxtrain.observe.density import DensityWatch, densities
 from onnxtrain.observe.initialisation import log_initialisation
 from onnxtrain.observe.memory import MemoryWatch
 from onnxtrain.options import Options, warn_ineffective_variables
+from onnxtrain.plan.omitted_blocks import may_omit_blocks
 from onnxtrain.system import ranks
 from onnxtrain.system.garbage_collector import collector_paused
 from onnxtrain.torch_compat.internal import refuse_if_lacking
@@ -196,6 +198,7 @@ class Engine:
             None if options.cache_dir is None or self._entry_point.is_piece else CaptureCache(options.cache_dir, module)
         )
         self._recaptures = Recaptures(module)
+        self._may_omit = may_omit_blocks(options, type(module).__name__)
         self._calls = 0
         self.captures = 0
 
@@ -344,6 +347,14 @@ class Engine:
 
     def _capture(self, key: Any, tensors: list[torch.Tensor], structure: Structure, watch: SideEffects) -> _Entry:
         """Capture, and compile unless the same graph is compiled already."""
+        try:
+            return self._capture_once(key, tensors, structure, watch)
+        except OmittedBlocksError as error:
+            LOG.info("%s: %s", type(self._module).__name__, error)
+            self._may_omit = False
+            return self._capture_once(key, tensors, structure, watch)
+
+    def _capture_once(self, key: Any, tensors: list[torch.Tensor], structure: Structure, watch: SideEffects) -> _Entry:
         module = self._module
         matching = [e for e in self._entries.get(key, ()) if e.compiled is not None and e.state.matches(module)]
         suggested = [s for e in matching if (s := e.suggestion(tensors)) is not None]
@@ -387,7 +398,9 @@ class Engine:
 
         def make(run: ForwardCall | None) -> Captured:
             arguments = self._module, structure, tensors, watch, suggested, run, fixed
-            return with_eager_operators(lambda: capture(*arguments, outside_is_input=True, may_assume=True))
+            return with_eager_operators(
+                lambda: capture(*arguments, outside_is_input=True, may_assume=True, may_omit=self._may_omit)
+            )
 
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
 

@@ -10,7 +10,7 @@ then kept in its place. Sizes are those of the first call.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -29,7 +29,10 @@ _MIN_SHARE = 0.01  # of all bytes kept: a smaller saving is not worth a call
 
 
 def choose_by_default(
-    parts: Cut, symbol_values: Mapping[str, int], mutated: Collection[ir.Value] = ()
+    parts: Cut,
+    symbol_values: Mapping[str, int],
+    mutated: Collection[ir.Value] = (),
+    count_of: Callable[[ir.Value], int] = lambda _: 1,
 ) -> RecomputeChoice:
     """Choose the values to recompute by default.
 
@@ -37,10 +40,11 @@ def choose_by_default(
         parts: the cut that keeps everything.
         symbol_values: the integer of each symbol in the shapes of the graph's inputs.
         mutated: values that recomputed nodes may not read, such as inputs of the graph that forward mutates.
+        count_of: returns for how many values of repeated blocks a value stands (`omitted_blocks`).
     """
     search = _Search(parts, symbol_values, mutated)
     groups = search.groups()
-    min_bytes = _MIN_SHARE * sum(map(search.bytes_of, groups))
+    min_bytes = _MIN_SHARE * sum(search.bytes_of(root) * count_of(root) for root in groups)
     recomputed: set[ir.Value] = set()
     for root, members in groups.items():
         nodes = search.chain(members)

@@ -18,6 +18,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.autodiff import Joint
+from onnxtrain.capture.blocks.omitted_blocks import OmittedBlocks
 from onnxtrain.graph import sizes
 from onnxtrain.graph.alias import AliasSets
 from onnxtrain.graph.values import TensorType, dtype_of
@@ -31,6 +32,7 @@ from onnxtrain.plan.cut import cut
 from onnxtrain.plan.default_recompute import choose_by_default
 from onnxtrain.plan.gathered_parameters import gathered_again
 from onnxtrain.plan.independent_results import wants_stages
+from onnxtrain.plan.omitted_blocks import counts_with, described
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice, choose_by_checkpoints
 from onnxtrain.plan.recompute_subgraphs import choose_by_options
 from onnxtrain.plan.storage import Storages, bind_symbols
@@ -48,6 +50,7 @@ class MemoryPlan:
         subgraphs: those that the option recompute can name, if it names layers or subgraphs.
         symbol_values: the integers of the symbols in the first call.
         always_report: whether the report has a line even if nothing is recomputed.
+        omitted: the blocks that the graph lacks.
     """
 
     joint: Joint
@@ -56,20 +59,28 @@ class MemoryPlan:
     subgraphs: Sequence[SubgraphReport] = ()
     symbol_values: Mapping[str, int] = field(default_factory=dict)
     always_report: bool = False
+    omitted: Sequence[OmittedBlocks] = ()
 
     def planned(self, choice: RecomputeChoice) -> Joint:
         """Apply a choice to the joint graph. To be called once, unless `by_size`."""
         return apply_choice(self.joint.copy() if self.by_size else self.joint, choice)
 
-    def sentences(self, choice: RecomputeChoice) -> list[str]:
-        """Return the report's lines on a choice: the values that backward recomputes, with their shapes and bytes."""
+    def sentences(self, choice: RecomputeChoice, copies: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return the report's lines on a choice: the values that backward recomputes, with their shapes and bytes.
+
+        Args:
+            choice: the choice.
+            copies: the copies of values in blocks that were inserted, by name.
+        """
+        choice = replace(choice, values=choice.values.union(*(copies.get(name, ()) for name in choice.values)))
+        inserted = described(self.omitted)
         if not choice.values and not self.always_report:
-            return []
-        return [str(choice), *(f"recompute: {row}" for row in self._rows(choice))]
+            return inserted
+        return [*inserted, str(choice), *(f"recompute: {row}" for row in self._rows(choice))]
 
     def _rows(self, choice: RecomputeChoice) -> Iterator[str]:
         """Return a row for each op and shape, the largest first. Views, which take no memory, are skipped."""
-        nodes = [node for node in self.joint.model.graph if node in self.joint.forward_nodes]
+        nodes = list(self.joint.model.graph)
         sets = AliasSets(nodes, definition_of)
         counts: Counter[tuple[int, str]] = Counter()
         for node in nodes:
@@ -101,6 +112,7 @@ def plan_memory(
     options: Options,
     device_type: str,
     layout: ChannelsLast | None,
+    omitted: Sequence[OmittedBlocks] = (),
 ) -> MemoryPlan:
     """Plan the memory of a joint graph.
 
@@ -112,6 +124,7 @@ def plan_memory(
         options: see `onnxtrain.options`.
         device_type: "cpu" or "cuda".
         layout: see `channels_last`.
+        omitted: the blocks that the graph lacks.
 
     Raises:
         MemoryBudgetError: from `choose`, if nothing fits.
@@ -139,11 +152,11 @@ def plan_memory(
     choice, subgraphs = choose_by_checkpoints(joint, mutated), list[SubgraphReport]()
     checkpointed = choice.values
     if options.recompute != "none" and not checkpointed:
-        choice = choose_by_default(cut(joint), symbol_values, unread)
+        choice = choose_by_default(cut(joint), symbol_values, unread, counts_with(omitted))
     if options.recompute not in ("cheap", "none"):
         by_default = choice.values
         choice, subgraphs = choose_by_options(
             cut(joint), storages(symbol_values), options, unread, checkpointed | always, by_default
         )
     choice = replace(choice, values=choice.values | always)
-    return MemoryPlan(joint, lambda symbol_values: choice, subgraphs=subgraphs, symbol_values=symbol_values)
+    return MemoryPlan(joint, lambda _: choice, subgraphs=subgraphs, symbol_values=symbol_values, omitted=omitted)

@@ -1,6 +1,8 @@
 """Replace the call nodes of an export by copies of the nodes of their templates, and add the hidden parameters.
 
 x2 = block_call(0, [x0, w0], [x1, "w1"], [y0])[0]    ──>    the nodes that compute y0, from x1 and the placeholder w1
+
+Calls that are omitted (`omitted_blocks`) get no nodes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from onnxtrain.capture.blocks.hidden_parameters import HiddenParameters
+from onnxtrain.capture.blocks.omitted_blocks import OmittedBlocks, omissions
 from onnxtrain.capture.blocks.parameter_table import REVEALED
 from onnxtrain.capture.blocks.repeated_blocks import BLOCK_CALL, TEMPLATE, Copy
 from onnxtrain.capture.export.checkpoint_regions import in_new_regions
@@ -27,27 +30,44 @@ from onnxtrain.torch_compat.fake_tensors import fake_mode_of
 from onnxtrain.torch_compat.tensors import storage_id
 
 
-def instantiate(program: ExportedProgram, copies: Sequence[Copy], hidden: HiddenParameters) -> bool:
+def instantiate(
+    program: ExportedProgram, copies: Sequence[Copy], hidden: HiddenParameters, may_omit: bool = False
+) -> tuple[OmittedBlocks, ...] | None:
     """Replace the call nodes of an export, and add the parameters that it did not see.
 
+    Args:
+        program: the export.
+        copies: the copies, by the number that their call nodes take.
+        hidden: the parameters that the export did not see.
+        may_omit: whether calls may be omitted.
+
     Returns:
-        Whether that was possible. If not, the export is unchanged, and still has call nodes.
+        The blocks that are omitted. None if the calls cannot be replaced: the export is unchanged, and still has them.
     """
     if not copies and not hidden.parameters:
-        return True
+        return ()
     module = program.graph_module
     if any(_has_calls(inner) for inner in module.modules() if inner is not module):
-        return False  # torch.export has put a call into a region
-    rewrite = _Rewrite(program, copies, hidden)
+        return None  # torch.export has put a call into a region
+    omitted = omissions(module.graph, copies, _parameter_names(program)) if may_omit else []
+    rewrite = _Rewrite(program, copies, hidden, {call: kept for o in omitted for call, kept in o.replaced.items()})
     if len(rewrite.copied) != len(copies):
-        return False
+        return None
     module.graph = rewrite.graph
     for spec in program.graph_signature.output_specs:
         if isinstance(spec.arg, TensorArgument):
             spec.arg = TensorArgument(name=rewrite.names[spec.arg.name])
     program.graph_signature.input_specs[:] = rewrite.input_specs
     program.state_dict.update(hidden.parameters)
-    return True
+    return tuple(omission.blocks for omission in omitted)
+
+
+def _parameter_names(program: ExportedProgram) -> Mapping[Node, str]:
+    """Return the names of the parameters that forward reads, by the nodes that stand for them."""
+    nodes = program.graph_module.graph.nodes
+    specs = zip((node for node in nodes if node.op == "placeholder"), program.graph_signature.input_specs, strict=True)
+    names = {node: str(spec.target) for node, spec in specs if spec.kind == InputKind.PARAMETER}
+    return names | {node: str(node.args[0]) for node in nodes if node.target is REVEALED}
 
 
 def _has_calls(module: Any) -> bool:
@@ -66,13 +86,20 @@ class _Rewrite:
         copied: the numbers of the replaced calls.
     """
 
-    def __init__(self, program: ExportedProgram, copies: Sequence[Copy], hidden: HiddenParameters) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        copies: Sequence[Copy],
+        hidden: HiddenParameters,
+        omitted: Mapping[Node, Node],
+    ) -> None:
         graph = program.graph_module.graph
         self.graph = Graph(graph.owning_module)
         self.input_specs: list[InputSpec] = []
         self.names: dict[str, str] = {}
         self.copied: set[int] = set()
         self._copies = copies
+        self._omitted = omitted
         self._values: dict[Node, Node] = {}  # for each node, that of the copied graph
         self._results: dict[Node, list[Node]] = {}  # of call nodes
         self._nodes_of: dict[int, list[Node]] = {}  # the nodes of each template
@@ -119,7 +146,8 @@ class _Rewrite:
         if node.target is REVEALED:
             self._reveal(node)
         elif node.target is BLOCK_CALL:
-            self._results[node] = self._instantiate(node)
+            kept = self._omitted.get(node)
+            self._results[node] = self._instantiate(node) if kept is None else self._results[kept]
             self.copied.add(node.args[0])  # type: ignore[arg-type]  # an int
         elif node.target is operator.getitem and node.args[0] in self._results:
             self._values[node] = self._results[node.args[0]][node.args[1]]  # type: ignore[index]  # a node and an int

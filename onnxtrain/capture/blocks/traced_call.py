@@ -91,7 +91,7 @@ def traced_call(
     for node in traced:
         if node.meta.get("unbacked_bindings"):  # the elements of a tensor decide on a size
             raise NotReusableError
-        if not _is_size(node):
+        if not is_size(node):
             nodes.append(node)
     names = _Names(slots, nodes, outer_region)
     keys = tuple(map(names.key_of_call, nodes))
@@ -170,7 +170,7 @@ class _Names:
             return "node", self.position_of[node]
         if node in self.slot_of:
             return "slot", self.use_slot(node)
-        if _is_size(node):
+        if is_size(node):
             return "size", str(node.meta["val"])
         raise NotReusableError  # a tensor from elsewhere
 
@@ -201,6 +201,6 @@ class _Names:
             used |= storages
 
 
-def _is_size(node: Node) -> bool:
+def is_size(node: Node) -> bool:
     """Return whether a node computes an expression over the sizes of the inputs."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat))

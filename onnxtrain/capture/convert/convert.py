@@ -7,7 +7,6 @@ names, types, module paths and source locations, and checks every output against
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -490,10 +489,8 @@ def _name_values(graph: ir.Graph) -> None:
 def origin_of(node: torch.fx.Node) -> dict[str, str]:
     """Return the metadata of the nodes made from an FX node: module, source location, ATen op, checkpoint region."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    path = re.sub(r"^(L\['\w+'\]\.?|module\.?)", "", path)
     origin = {
-        "module": path.removeprefix("module.").removeprefix("."),
+        "module": source_location.module_path(str(stack[-1][0])) if stack else "",
         "line": source_location.of_node(node) or "",
         "aten": str(node.target),
         REGION: checkpoint_region_of(node),

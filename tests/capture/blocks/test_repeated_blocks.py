@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 
 class GroupedQueries(nn.Module):
-    """A block of attention that repeats its one head of keys and values, which the attention of a graph reads itself."""
+    """A block of attention that repeats its one head of keys and values, which a graph's attention reads itself."""
 
     def __init__(self, _: int) -> None:
         super().__init__()
@@ -611,9 +611,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     instantiate = capture.instantiate
 
-    def counted(program: Any, copied: Sequence[Any], hidden: Any) -> bool:
+    def counted(program: Any, copied: Sequence[Any], *arguments: Any) -> Any:
         counts.append(len(copied))
-        return instantiate(program, copied, hidden)
+        return instantiate(program, copied, *arguments)
 
     monkeypatch.setattr(capture, "instantiate", counted)
     return counts
