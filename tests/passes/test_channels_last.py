@@ -96,7 +96,14 @@ def test_images_are_converted_once_at_the_border() -> None:
 
     source = compare(make, torch.randn(2, 3, 12, 12))
     assert source.count(CONVERSION) == 1
-    assert source.count(".contiguous()") == 1
+    assert source.count("made_contiguous(") == 1
+
+
+def test_results_of_a_single_pixel_have_the_strides_of_contiguous_images() -> None:
+    module = ORTModule(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.Sigmoid()))
+    result = module(torch.randn(2, 3, 5, 5))
+    assert CONVERSION in engine_of(module).newest().unit.forward.source
+    assert (result.shape, result.stride()) == ((2, 6, 1, 1), (6, 1, 1, 1))
 
 
 def test_channels_last_inputs_give_pytorchs_formats() -> None:
