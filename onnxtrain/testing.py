@@ -27,6 +27,9 @@ def assert_no_worse_than_eager(
     """
     assert got.dtype == eager.dtype, f"{name}: dtype {got.dtype}, eager has {eager.dtype}"
     assert got.shape == eager.shape, f"{name}: shape {tuple(got.shape)}, eager has {tuple(eager.shape)}"
+    assert exact.shape == eager.shape, (
+        f"{name}: shape {tuple(eager.shape)}, in float64 {tuple(exact.shape)}: rounding decides on it"
+    )
     error, allowed, scale = error_and_bound(got, eager, exact, largest)
     assert error <= allowed, (
         f"{name}: error {error:.3e} against float64, allowed {allowed:.3e} (scale {scale:.3e})\n"

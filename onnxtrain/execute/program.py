@@ -36,7 +36,7 @@ from onnxtrain.ops.definition import DEVICE, Call, Infix, InPlaceCapableCall, Ke
 from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.interfaces.host_reads import HOST_READS
 from onnxtrain.ops.reshape.shape import sizes_on_device
-from onnxtrain.plan.channels_last import ChannelsLast
+from onnxtrain.plan.channels_last import ChannelsLast, made_contiguous
 from onnxtrain.plan.cut import Part
 from onnxtrain.plan.in_place import in_place_inputs, last_uses
 from onnxtrain.plan.streams import Phase, number_part, number_source, steps
@@ -248,7 +248,9 @@ class _Writer:
         if value is None:
             return "None"
         if is_user_output and self._layout is not None and self._layout.is_made_contiguous(value):
-            return f"{self._tensor(value)}.contiguous()"
+            if self._layout.is_channels_last(value):
+                return f"{self._global('made_contiguous', made_contiguous)}({self._tensor(value)})"
+            return f"{self._tensor(value)}.contiguous()"  # a weight's gradient: nobody sees strides of axes of size 1
         # The user may change an output in place, so a constant, or a view of one, is cloned.
         return f"{self._tensor(value)}.clone()" if _shares_constant(value) else self._tensor(value)
 

@@ -3,7 +3,7 @@
 
 typedef Vec<float> vec;
 typedef double wide __attribute__((vector_size(2 * VECTOR_BYTES)));
-constexpr int64_t BLOCK = 16;     // rows that are accumulated in float
+constexpr int64_t BLOCK = 8;     // rows that are accumulated in float
 constexpr int64_t SAMPLED = 128;  // rows for the estimate of a mean, whose error is then a tenth of the deviation
 
 static inline void add_to(double *total, vec v) {
@@ -11,6 +11,14 @@ static inline void add_to(double *total, vec v) {
     std::memcpy(&sum, total, sizeof sum);
     sum += __builtin_convertvector(v, wide);
     std::memcpy(total, &sum, sizeof sum);
+}
+
+// A mean as a multiple of about a thousandth of `scale`, of the size of most x (a power of 2): x - centre is then exact for
+// these x. With more bits it would be rounded to the last bit of x, in the same direction for all x of one exponent: an error
+// that sums over x - centre, and later means over the result, keep.
+static inline float coarse(double mean, double scale) {
+    const double large = 3 * double(int64_t(1) << 41) * scale;  // its last bit is that power of 2
+    return float((mean + large) - large);
 }
 
 // Distributes the rows among the threads in the same way in every pass: a thread finds its rows in its cache.
@@ -51,21 +59,19 @@ struct Rows {
     }
 
     // An estimate of the mean from rows spread over all of them: at multiples of the golden ratio, which follow no pattern
-    // of the data. Rounded to 13 bits: x - centre of zeros, of which a Relu makes many, is then summed without rounding.
+    // of the data.
     void estimate_mean(const float *x, float *centre) const {
-        double *total = static_cast<double *>(std::calloc(size_t(padded), sizeof(double)));
+        double *total = static_cast<double *>(std::calloc(size_t(2 * padded), sizeof(double)));
         for (int64_t i = 0; i < SAMPLED; i++) {
             const double position = double(i) * 0.6180339887498949;
             const int64_t row = int64_t((position - double(int64_t(position))) * double(count));
-            each_vector<float>(0, channels, [&](int64_t c, auto n) { add_to(total + c, load_first<float>(x + row * channels + c, n)); });
+            each_vector<float>(0, channels, [&](int64_t c, auto n) {
+                const vec v = load_first<float>(x + row * channels + c, n);
+                add_to(total + c, v);
+                add_to(total + padded + c, v * v);
+            });
         }
-        for (int64_t c = 0; c < channels; c++) {
-            centre[c] = float(total[c] / SAMPLED);
-            uint32_t bits;
-            std::memcpy(&bits, centre + c, sizeof bits);
-            bits &= ~0x7ffu;
-            std::memcpy(centre + c, &bits, sizeof bits);
-        }
+        for (int64_t c = 0; c < channels; c++) centre[c] = coarse(total[c] / SAMPLED, square_root(total[padded + c] / SAMPLED));
         std::free(total);
     }
 
@@ -84,16 +90,19 @@ struct Rows {
         double *totals = static_cast<double *>(std::calloc(size_t(2 * padded), sizeof(double)));
         float *centre = static_cast<float *>(std::calloc(size_t(padded), sizeof(float)));
         bool needs_second_pass = count < 8 * SAMPLED;
-        if (needs_second_pass) sums(totals, [=](int64_t o, int64_t, auto n, vec *s) { s[0] += load_first<float>(x + o, n); });
+        if (needs_second_pass) moments(x, centre, totals);
         else estimate_mean(x, centre);
         for (int pass = needs_second_pass; pass < 2; pass++) {
             if (pass == 1) {
-                for (int64_t c = 0; c < channels; c++) centre[c] += float(totals[c] / double(count));
+                for (int64_t c = 0; c < channels; c++) {
+                    const double squares = totals[padded + c] / double(count);
+                    centre[c] = coarse(centre[c] + totals[c] / double(count), square_root(squares));
+                }
             }
             moments(x, centre, totals);
             needs_second_pass = false;
             for (int64_t c = 0; c < channels; c++) {
-                const double off = totals[c] / double(count);  // the error of the estimate, or of rounding the mean to float
+                const double off = totals[c] / double(count);  // the error of the centre
                 mean[c] = centre[c] + off;
                 var[c] = std::max(totals[padded + c] / double(count) - off * off, 0.0);
                 needs_second_pass |= !(off * off <= 0.25 * var[c]);
@@ -138,10 +147,12 @@ void forward(const float *x, const float *scale, const float *b, const float *re
     rows.statistics(x, means, variances);
     for (int64_t c = 0; c < channels; c++) {
         const double v = variances[c], inverse = 1 / square_root(v + epsilon);
-        mean[c] = centre[c] = float(means[c]);
+        mean[c] = float(means[c]);
         inv_std[c] = float(inverse);
+        centre[c] = coarse(means[c], 1 / inverse);
         factor[c] = scale ? float(inverse * scale[c]) : float(inverse);
-        shift[c] = b ? b[c] : 0.0f;
+        // Adds what rounding the mean removed: a later mean over y would keep the error in full.
+        shift[c] = float((b ? b[c] : 0.0) - (means[c] - centre[c]) * factor[c]);
         if (new_mean) {
             const double unbiased = v * double(count) / double(count - 1);  // inf or NaN for a single row, as in PyTorch
             new_mean[c] = float(running_mean[c] + momentum * (means[c] - running_mean[c]));

@@ -11,7 +11,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.graph import sizes
-from onnxtrain.ops import builder, view
+from onnxtrain.graph.alias import view_source
+from onnxtrain.ops import builder, definition_of, view
 from onnxtrain.ops.body_parts import reshaped
 from onnxtrain.ops.definition import NodeView
 from onnxtrain.ops.reshape.dims import TRANSPOSE, perm_of, transposed
@@ -32,7 +33,7 @@ def cancel_transposes(graph: ir.Graph, changes: Changes) -> None:
         if before is not None and view(before).definition is TRANSPOSE:
             first = view(before)
             source, perm = first.x, [perm_of(first)[axis] for axis in perm]
-        is_reshape = perm != sorted(perm) and _keeps_element_order(source, perm)
+        is_reshape = perm != sorted(perm) and _keeps_element_order(source, perm) and not _is_output_view(n.y)
         if source is n.x and not is_reshape:
             continue
         with nodes_before(op, node):
@@ -49,6 +50,20 @@ def cancel_transposes(graph: ir.Graph, changes: Changes) -> None:
 def _keeps_element_order(x: ir.Value, perm: list[int]) -> bool:
     axes = [axis for axis in perm if sizes.dims_of(x)[axis] != 1]
     return axes == sorted(axes)
+
+
+def _is_output_view(value: ir.Value) -> bool:
+    """Return whether an output may be a view of the value: users see its strides, also those of axes of size 1."""
+    stack, visited = [value], set()
+    while stack:
+        current = stack.pop()
+        if current.is_graph_output():
+            return True
+        visited.add(current)
+        for node, _ in current.uses():
+            views = (v for i, v in enumerate(node.outputs) if view_source(node, i, definition_of(node)) is current)
+            stack += [v for v in views if v not in visited]
+    return False
 
 
 def _replace(graph: ir.Graph, n: NodeView, new: ir.Value, source: ir.Value) -> None:

@@ -129,6 +129,14 @@ class ChannelsLast:
         return formats
 
 
+def made_contiguous(image: torch.Tensor) -> torch.Tensor:
+    """Return an image with the strides of a contiguous one; `contiguous()` ignores those of axes of size 1."""
+    height, width = image.shape[2:]
+    if image.stride()[1:] == (height * width, width, 1) and image.is_contiguous():
+        return image
+    return image.clone(memory_format=torch.contiguous_format)
+
+
 def _convert(memory_format: torch.memory_format | None, argument: Any) -> Any:
     if memory_format is None or not isinstance(argument, str):
         return argument

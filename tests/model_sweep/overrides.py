@@ -109,6 +109,8 @@ CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
         "conv_out_channels": [32],
         "conv_kernel_sizes": [1],
     },
+    # With 0.02 the scores of all pixels are equal but for rounding, which then decides which of them are keypoints.
+    "SuperPointConfig": {"initializer_range": 0.2},
     "SwitchTransformersConfig": _DECODER_START,
     "ShieldGemma2Config": {"yes_token_index": 11, "no_token_index": 12},
     "SwinConfig": {"patch_size": 2, "window_size": 2},

@@ -80,3 +80,9 @@ def test_results_of_another_dtype_are_refused() -> None:
     exact = torch.ones(3, dtype=torch.float64)
     with pytest.raises(AssertionError, match="dtype"):
         assert_no_worse_than_eager("half", exact.half(), exact.float(), exact)
+
+
+def test_float64_cannot_judge_a_shape_on_which_rounding_decides() -> None:
+    got = torch.ones(3)
+    with pytest.raises(AssertionError, match=r"shape \(3,\), in float64 \(2,\): rounding decides"):
+        assert_no_worse_than_eager("keypoints", got, got, torch.ones(2).double())

@@ -195,6 +195,25 @@ def test_a_transpose_that_keeps_the_order_is_a_reshape(shape: tuple[Any, ...], p
     assert node.outputs[0].shape == before
 
 
+def test_a_transpose_of_which_an_output_is_a_view_stays() -> None:
+    """Users see strides, which a Reshape would change in axes of size 1."""
+    op, x = graph_of(("b", 1, "s"))
+    graph = closed(op, x)
+    graph.outputs.append(op.Reshape(op.Transpose(x, perm=[0, 2, 1]), op.sizes(["b", "s", 1, 1])))
+    cancel_transposes(graph, Changes("cancel_transposes"))
+    assert "Transpose" in [node.op_type for node in graph]
+
+
+class RowsAsImages(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x).transpose(1, 2).view(len(x), x.size(2), 1, 1).contiguous()
+
+
+def test_strides_of_axes_of_size_1_are_eagers() -> None:
+    x = torch.randn(2, 1, 8)
+    assert ORTModule(RowsAsImages())(x).stride() == RowsAsImages()(x).stride() == (8, 1, 8, 8)
+
+
 @pytest.mark.parametrize(
     ("narrow", "wide", "goes"),
     [("BFLOAT16", "FLOAT", True), ("FLOAT16", "FLOAT", True), ("FLOAT", "DOUBLE", True), ("FLOAT", "BFLOAT16", False)],
