@@ -395,7 +395,7 @@ def run_and_save(ctx: Any, unit: Unit, tensors: Sequence[torch.Tensor]) -> tuple
     """Run forward of any unit, and save in `ctx` what its backward needs; returns the results."""
     ctx.set_materialize_grads(False)
     if unit.is_random:
-        ctx.random_state = random_state(tensors, unit.runs_python)
+        ctx.random_state = random_state(() if unit.device_type == "cpu" else tensors, unit.runs_python)
     outputs, sizes = unit.run(tensors)
     kept = outputs[unit.first_kept :]
     if unit.contexts:

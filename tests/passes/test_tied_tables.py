@@ -124,13 +124,28 @@ def test_rows_outside_of_the_table_are_an_error() -> None:
         ORTModule(Tied())(torch.tensor([[WORDS]]))
 
 
-def test_large_numbers_swallow_no_small_ones() -> None:
+@pytest.mark.parametrize("words", [5, 20000])
+def test_large_numbers_swallow_no_small_ones(words: int) -> None:
     """4096 times 2^-25 to one row of ones: each alone would be lost."""
     rows, dy = torch.full((64, 64), 3), torch.full((64, 64, 2), 2.0**-25)
-    expected = torch.ones(5, 2)
-    assert torch.equal(gather.plus_row_sums(torch.ones(5, 2), rows, dy, 3), expected)
+    table, expected = torch.ones(words, 2), torch.ones(words, 2)
+    assert torch.equal(gather.plus_row_sums(table, rows, dy, 3), expected)
     expected[3] += 4096 * 2.0**-25
-    assert torch.equal(gather.plus_row_sums(torch.ones(5, 2), rows, dy, -1), expected)
+    assert torch.equal(gather.plus_row_sums(table, rows, dy, -1), expected)
+
+
+@pytest.mark.parametrize("padding", [-1, 2])
+@pytest.mark.parametrize(("words", "searches"), [(7, False), (512, False), (5000, True)])
+def test_rows_are_searched_in_large_tables_only(
+    words: int, searches: bool, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Tensor] = []
+    unique = torch.unique
+    monkeypatch.setattr(torch, "unique", lambda rows, **options: calls.append(rows) or unique(rows, **options))  # type: ignore[func-returns-value]
+    rows, dy, table = torch.randint(0, 7, (2, 20)), torch.randn(2, 20, 9), torch.randn(words, 9)
+    expected = table + torch.ops.aten.embedding_dense_backward.default(dy, rows, words, padding, False)
+    assert torch.equal(gather.plus_row_sums(table, rows, dy, padding), expected)
+    assert len(calls) == searches
 
 
 @pytest.mark.parametrize("padding", [-1, 2])

@@ -117,9 +117,10 @@ class _ArgumentChecks:
 
     def _add(self, tree: Tree, source: str) -> bool:
         match tree:
-            case Slot(kind="tensor", index=index) if index not in self._assigned:
+            case Slot(kind="tensor", index=index):
+                is_first = index not in self._assigned
                 self._assigned.add(index)
-                self.lines.append(f"x{index} = {source}")
+                self.lines.append(f"x{index} = {source}" if is_first else f"if {source} is not x{index}: return Missed")
                 return True
             case Constant(value=None):
                 self.lines.append(f"if {source} is not None: return Missed")

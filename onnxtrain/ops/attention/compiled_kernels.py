@@ -39,6 +39,7 @@ from onnxtrain.ops.dtypes import TORCH_DTYPES
 from onnxtrain.ops.native_kernels import may_compile
 from onnxtrain.ops.random.keyed_bits import keep_threshold
 from onnxtrain.system.machine import current_machine
+from onnxtrain.torch_compat.tensors import empty_strided_cpu
 
 Tensor = torch.Tensor
 
@@ -107,7 +108,7 @@ def forward(
     additive, visible = masks
     batch, heads, rows, _ = q.shape
     y = q.new_empty((batch, heads, rows, v.size(3))) if contiguous else _empty_rows_first(q, rows, v.size(3))
-    logsumexp = q.new_empty((batch, heads, rows), dtype=_sum_dtype(q))
+    logsumexp = empty_strided_cpu((batch, heads, rows), (heads * rows, rows, 1), _sum_dtype(q))
     problem = _problem(q, k, v, (y,), additive, visible, scores, dropout)
     _kernel("forward", q)(problem, *pointers(q, k, v, additive, visible, y, logsumexp))
     return y, logsumexp
@@ -193,11 +194,10 @@ def _packed_result(like: Tensor, offsets: Tensor, width: int) -> Tensor:
 
 
 def _empty_rows_first(like: Tensor, rows: int, width: int) -> Tensor:
-    """Return an empty tensor [b, h, rows, width] whose memory is in the order [b, rows, h, width]."""
-    _, heads, like_rows, like_width = like.shape
-    if (rows, width) == (like_rows, like_width) and like.stride() == (rows * heads * width, width, heads * width, 1):
-        return torch.empty_like(like)  # keeps these strides, in 1.4 µs; the line below takes 4.9
-    return like.new_empty((like.size(0), rows, like.size(1), width)).transpose(1, 2)
+    """Return an empty tensor [b, h, rows, width] on the CPU whose memory is in the order [b, rows, h, width]."""
+    batch, heads, *_ = like.shape
+    strides = rows * heads * width, width, heads * width, 1
+    return empty_strided_cpu((batch, heads, rows, width), strides, like.dtype)  # 0.8 µs; new_empty and transpose 3.5
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ from onnxtrain.ops.reshape.rows import scatter_rows, zeros
 from onnxtrain.ops.symbolic_ints import known_ints, required_ints
 from onnxtrain.torch_compat import aten_kernels
 
+_SMALL_TABLE = 1 << 15  # elements: a sum over all takes less time than finding the rows that are read
+
 
 def gathered_types(n: NodeView) -> Sequence[TensorType]:
     """Return the type of x with its axis replaced by the axes of the row numbers."""
@@ -198,8 +200,11 @@ def plus_row_sums_(added: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor, pa
     """Compute `plus_row_sums` in place: the result overwrites `added`.
 
     For [8000, 256] and 512 rows it takes 0.15 ms; zeros and a sum take 0.53. The dy of the same row are summed first,
-    because adding them one by one to a large value would lose small ones to rounding.
+    because adding them one by one to a large value would lose small ones to rounding. For [512, 64] and 128 rows zeros
+    and a sum take 27 us, finding the unique rows 44.
     """
+    if added.size(0) <= rows.numel() or added.numel() <= _SMALL_TABLE:
+        return added.add_(row_sums((added.size(0), added.size(1)), rows, dy, padding))
     unique_rows, positions = torch.unique(rows, return_inverse=True)
     sums = row_sums((unique_rows.numel(), added.size(1)), positions, dy, -1)
     if padding >= 0:
@@ -240,7 +245,10 @@ def _plus(added: Any, call: Call) -> Call:
 
 def _row_sum_bytes(n: NodeView) -> Size:
     """Return the maximum number of bytes that `plus_row_sums_` allocates besides its result."""
-    return 0 if n.added is None else sizes.multiply(numel(n.dy), int(dtype_of(n.dy).itemsize))
+    if n.added is None:
+        return 0
+    count = sizes.maximum(numel(n.dy), sizes.minimum(numel(n.added), _SMALL_TABLE))
+    return sizes.multiply(count, int(dtype_of(n.dy).itemsize))
 
 
 _ADDED = 3  # the index of the input `added`

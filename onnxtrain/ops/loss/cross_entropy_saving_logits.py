@@ -157,7 +157,9 @@ def compiled_gradient(
     if native is None:
         return gradient_by_aten(dy, scores, peak, log_sum, labels, weights, total_weight, reduction, ignore_index)
     rows, classes = scores.shape
-    factor, _ = _cotangents(dy, labels, weights, total_weight, reduction, ignore_index)
+    factor = dy / total_weight if reduction == 1 else dy
+    if weights is not None:  # the kernel reads no factor of an ignored row
+        factor = factor * weights[labels.masked_fill(labels == ignore_index, 0)]
     factor = factor.expand(rows).contiguous()
     dx = huge_pages.empty_like(scores)
     inputs = (scores, labels, factor, peak.contiguous(), log_sum.contiguous())

@@ -170,6 +170,17 @@ def test_another_order_of_kwargs_is_detected() -> None:
     assert fast_path((), {"b": B, "a": A}) is Missed
 
 
+def test_a_tensor_that_is_passed_twice() -> None:
+    """As in model(input_ids=ids, labels=ids)."""
+    equal = A.clone()
+    fast_path = compiled_for(Model(), NAMES, A, labels=A)
+    assert fast_path((A,), {"labels": A})[len(NAMES) :] == (A,)
+    assert fast_path((equal,), {"labels": equal})[len(NAMES) :] == (equal,)
+    assert fast_path((A,), {"labels": equal}) is Missed
+    assert fast_path((A,), {"labels": A[:]}) is Missed
+    assert compiled_for(Model(), NAMES, A, labels=equal)((A,), {"labels": A}) is Missed
+
+
 class Pair(NamedTuple):
     first: torch.Tensor
     second: torch.Tensor
@@ -177,7 +188,7 @@ class Pair(NamedTuple):
 
 def test_unsupported_calls_have_no_fast_path() -> None:
     model = Model()
-    assert compile_for(model, NAMES, A, A) is None
+    assert compile_for(model, NAMES, A, A[:1]) is None
     assert compile_for(model, NAMES, A, 0.5j) is None
     assert compile_for(model, NAMES, A, {1: B}) is None
     assert compile_for(model, NAMES, Pair(A, B)) is None
