@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -27,6 +28,7 @@ from onnxtrain.capture.blocks.omitted_blocks import OmittedBlocks
 from onnxtrain.capture.blocks.outside import Outside
 from onnxtrain.capture.blocks.repeated_blocks import RepeatedBlocks
 from onnxtrain.capture.convert.convert import convert
+from onnxtrain.capture.convert.symbolic_sizes import tensor_type
 from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes
 from onnxtrain.capture.effects.outside_changes import OutsideChanges
 from onnxtrain.capture.effects.outside_tensors import OutsideTensors
@@ -41,6 +43,7 @@ from onnxtrain.capture.export.patches import capturing
 from onnxtrain.capture.export.torch_reports import logged_as_info, printed_as_info
 from onnxtrain.capture.export.traced_functions import TracedFunctions
 from onnxtrain.capture.export.tracing_shortcuts import tracing_shortcuts
+from onnxtrain.capture.fixed_inputs import fixing_inputs_if_needed
 from onnxtrain.capture.four_bit_weights import plain_four_bit_weights
 from onnxtrain.capture.functionalize.copied_views import decide_copies
 from onnxtrain.capture.functionalize.functionalize import functionalize
@@ -57,7 +60,7 @@ from onnxtrain.capture.guards.guards import AssumptionError, Guards, compile_gua
 from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.attribute_accesses import attribute_reads
-from onnxtrain.capture.refusals import refuse_outside_tensor
+from onnxtrain.capture.refusals import refuse_assumptions_between_ranks, refuse_outside_tensor
 from onnxtrain.capture.sharded.gathered import gather_before_readers
 from onnxtrain.capture.structure import OutputStructure, Structure, input_names
 from onnxtrain.capture.wrapper import ForwardCall, OutputHolder, Wrapper
@@ -70,10 +73,8 @@ from onnxtrain.errors import (
 )
 from onnxtrain.graph import sizes
 from onnxtrain.graph.sizes import Size
-from onnxtrain.graph.values import ATEN
+from onnxtrain.graph.values import set_type
 from onnxtrain.log import LOG
-from onnxtrain.ops import definition_of
-from onnxtrain.ops.definition import Effects
 from onnxtrain.system.time_limit import part, time_limit
 from onnxtrain.torch_compat.internal import refuse_if_lacking
 from onnxtrain.torch_compat.tensors import own_memory
@@ -220,13 +221,24 @@ def capture(
     refuse_if_lacking()
     start = time.perf_counter()
 
-    def wrap(with_checks: bool) -> Wrapper:
-        elements = ElementDecisions(tensors, may_assume=may_assume, with_checks=with_checks)
+    limits = _Limits(outside_is_input, may_omit)
+    decisions: list[ElementDecisions] = []
+
+    def wrap(with_checks: bool, fixes_inputs: bool = False) -> Wrapper:
+        elements = ElementDecisions(tensors, may_assume=may_assume, with_checks=with_checks, fixes_inputs=fixes_inputs)
+        decisions.append(elements)
         return Wrapper(module, structure, side_effects, call_forward, elements)
 
+    def with_inputs_fixed() -> Captured:
+        real = example_candidates(tensors, (), fixed_sizes)[-1]
+        return _capture_decided(partial(wrap, fixes_inputs=True), tensors, real, fixed_sizes, limits)
+
     try:
-        captured = _first_valid_capture(
-            wrap, module, tensors, suggested, fixed_sizes, _Limits(outside_is_input, may_omit)
+        captured = fixing_inputs_if_needed(
+            module,
+            lambda: _first_valid_capture(wrap, module, tensors, suggested, fixed_sizes, limits),
+            with_inputs_fixed,
+            lambda: any(each.reads_elements for each in decisions),
         )
     except ORTModuleFallbackException as error:
         side_effects.refuse_assignments(error)
@@ -317,8 +329,9 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, limits: _Limits) -> Cap
             part("tracing forward"),
         ):
             program, omitted = _export_blocks_once(wrapper, decisions, outside, limits.may_omit)
-            while wrapper.elements.is_undecided:
-                wrapper.elements.decide(program, wrapper)
+            while wrapper.elements.is_undecided or wrapper.elements.has_fixed:
+                if not wrapper.elements.has_fixed:  # else the next trace knows these inputs from the beginning
+                    wrapper.elements.decide(program, wrapper)
                 program, omitted = _export_blocks_once(wrapper, decisions, outside, limits.may_omit)
         wrapper.fakes.check(module)
         with _internal_errors(module), part("functionalization"):
@@ -335,7 +348,7 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, limits: _Limits) -> Cap
         with part("conversion to ONNX"):
             converted = convert(program, type(module).__name__)
         names = input_names(module.forward, structure)
-        answered = wrapper.elements.answered
+        answered = wrapper.elements.all
         with part("guards"):
             guards = compile_guards(program, names, decisions, traced, answered, wrapper.elements.facts)
         if limits.outside_is_input:
@@ -343,33 +356,14 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, limits: _Limits) -> Cap
         origins = _input_origins(program, module, len(names), parts, outside)
         captured = _assemble(program, origins, converted.model, converted.outputs, wrapper.output, names, guards)
         gather_before_readers(captured.model.graph, module)
-        _refuse_assumptions_between_ranks(captured)
+        refuse_assumptions_between_ranks(captured.model.graph, captured.assumed)
         if traced is not None:
             targets = [mutation.target for mutation in captured.mutations]
             views = written_views(traced, program, targets, captured.model.graph.inputs)
             captured = replace(captured, written_views=tuple(views))
-    own_reads = reads - captured.assigned.of(module)
+    own_reads = reads - captured.assigned.unread(module)
     constants = (*captured.constants, *outside.constants)
     return replace(captured, reads=frozenset(own_reads), constants=constants, omitted=omitted)
-
-
-def _refuse_assumptions_between_ranks(captured: Captured) -> None:
-    """Raise CaptureError if a rank whose answer is another would communicate again, in PyTorch, and wait for others."""
-    exchanges = [node for node in captured.model.graph if _communicates(node)]
-    if captured.assumed and exchanges:
-        raise CaptureError(
-            "forward branches on whether values are finite, and communicates with other ranks",
-            where=captured.assumed[0].where,
-            expected="a call that each rank can run in PyTorch if its values are not finite",
-            got=f"{len(exchanges)} collectives in the graph, such as {exchanges[0].op_type}",
-            todo="the module runs in PyTorch; use torch.where in place of the branch",
-        )
-
-
-def _communicates(node: ir.Node) -> bool:
-    if node.domain == ATEN:  # PyTorch's operators for collectives have the namespace c10d, or one that contains it
-        return "c10d" in node.attributes.get_string("operator")
-    return Effects.COLLECTIVE in definition_of(node).effects
 
 
 def _internal_errors(module: torch.nn.Module) -> AbstractContextManager[None]:
@@ -456,7 +450,7 @@ def _assemble(
         _make_constant(graph, value, tensor)
     graph.inputs.clear()
     graph.inputs.extend(kept_inputs)
-    sources = tuple(s for s in origins.sources if s is not None)
+    sources = _with_reassigned(graph, tuple(s for s in origins.sources if s is not None), output.assigned)
 
     results: list[ir.Value] = []
     sizes_out: list[Size] = []
@@ -497,6 +491,23 @@ def _assemble(
         constants=constants,
         assumed=output.assumed,
     )
+
+
+def _with_reassigned(graph: ir.Graph, sources: tuple[Source, ...], assigned: AssignedAttributes) -> tuple[Source, ...]:
+    """Let the graph take the tensors that were in attributes which forward reads, and then assigns.
+
+    Their shapes and dtypes are then part of the key, and not which tensors they are.
+    """
+    first_of_call = next((i for i, source in enumerate(sources) if source.kind == "input"), len(sources))
+    added: list[Source] = []
+    for each in assigned.tensors:
+        source = Source("attribute", each.path)
+        if each.before is not None and source not in sources:
+            value = ir.Value(name=each.path)
+            set_type(value, tensor_type(each.before))
+            graph.inputs.insert(first_of_call + len(added), value)
+            added.append(source)
+    return (*sources[:first_of_call], *added, *sources[first_of_call:])
 
 
 def _target_name(source: Source, call_inputs: dict[str, int]) -> str:

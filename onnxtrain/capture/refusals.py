@@ -1,4 +1,4 @@
-"""Checks before a capture: refuse calls and modules that no graph can represent, with the reason and what to do."""
+"""Checks around a capture: refuse calls, modules and graphs that cannot run, with the reason and what to do."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onnxtrain.capture.four_bit_weights import is_four_bit, refuse_four_bit
+from onnxtrain.capture.guards.finite_checks import AssumedAnswer
 from onnxtrain.capture.sharded.layout import is_sharded
 from onnxtrain.capture.sharded.parameters import is_hook_of_style
 from onnxtrain.capture.structure import PLAIN_TENSORS, Structure
 from onnxtrain.errors import CaptureError, ORTModuleIOError, ORTModuleTorchModelException
 from onnxtrain.graph import traversal
-from onnxtrain.graph.values import MICROSOFT
+from onnxtrain.graph.values import ATEN, MICROSOFT
+from onnxtrain.ops import definition_of
+from onnxtrain.ops.definition import Effects
 from onnxtrain.torch_compat.dispatch import is_device_context
 from onnxtrain.torch_compat.modes import dispatch_modes, forward_ad_level, function_modes, is_inside_transform
 
@@ -284,3 +287,22 @@ def refuse_moved_results(results: Sequence[object], inputs: Sequence[torch.Tenso
 
 def _is_host_scalar(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 0 and tensor.device.type == "cpu"
+
+
+def refuse_assumptions_between_ranks(graph: ir.Graph, assumed: Sequence[AssumedAnswer]) -> None:
+    """Raise CaptureError if a rank whose answer is another would communicate again, in PyTorch, and wait for others."""
+    exchanges = [node for node in graph if _communicates(node)]
+    if assumed and exchanges:
+        raise CaptureError(
+            "forward branches on whether values are finite, and communicates with other ranks",
+            where=assumed[0].where,
+            expected="a call that each rank can run in PyTorch if its values are not finite",
+            got=f"{len(exchanges)} collectives in the graph, such as {exchanges[0].op_type}",
+            todo="the module runs in PyTorch; use torch.where in place of the branch",
+        )
+
+
+def _communicates(node: ir.Node) -> bool:
+    if node.domain == ATEN:  # PyTorch's operators for collectives have the namespace c10d, or one that contains it
+        return "c10d" in node.attributes.get_string("operator")
+    return Effects.COLLECTIVE in definition_of(node).effects

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from onnxtrain.capture.blocks.hidden_parameters import HiddenParameters
-from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes, find_assigned_attributes
+from onnxtrain.capture.effects.assigned_attributes import (
+    AssignedAttributes,
+    find_assigned_attributes,
+    find_assigned_tensors,
+    tensor_attributes,
+)
 from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
 from onnxtrain.capture.effects.layout_changes import Layouts
@@ -85,6 +91,7 @@ class Wrapper(torch.nn.Module):
     def _results(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], side_effects: SideEffects) -> list[Any]:
         buffers = AssignedBuffers(self.module)
         layouts = Layouts(self.module, tensors)
+        tensors_before = tensor_attributes(self.module)
         self.fakes.begin()
         try:
             with self.elements.answering(tensors), self.hidden.during_forward(), self.__dict__["_as_values"]():
@@ -100,6 +107,9 @@ class Wrapper(torch.nn.Module):
             )
         set_first = self.accesses.set_first()
         assigned_sizes, assigned = find_assigned_attributes(self.module, set_first)
+        if self.elements.values is not None:
+            found = self.module, self.elements.values, self.accesses.sets, set_first, tensors_before
+            assigned = replace(assigned, tensors=find_assigned_tensors(*found))
         self.output.assigned, self.output.assigned_sizes = assigned, len(assigned_sizes)
         side_effects.check(assigned.of(self.module), set_first)
         refuse_moved_results(leaves, [*tensors, *self.module.parameters(), *self.module.buffers()])

@@ -131,16 +131,18 @@ def runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any]
 def assigning(run: Callable[..., Any], captured: Captured, module: torch.nn.Module) -> Callable[..., Any]:
     """Return `run`, a runner, followed by the assignments to attributes of `module` that forward makes."""
     assigned = captured.assigned
-    if not assigned.targets:
+    if not assigned.targets and not assigned.tensors:
         return run
-    holders = [(module.get_submodule(path).__dict__, name) for path, name in assigned.targets]
+    targets = (*assigned.targets, *(each.target for each in assigned.tensors))
+    holders = [(module.get_submodule(path).__dict__, name) for path, name in targets]
     inputs, values_of = captured.model.graph.inputs, assigned.values.unflatten
 
     def run_and_assign(*tensors: torch.Tensor) -> Any:
         output = run(*tensors)
         symbol_values = bind_symbols(inputs, tensors) if assigned.sizes else {}
         values = values_of((), tuple(sizes.evaluate(size, symbol_values) for size in assigned.sizes))
-        for (attributes, name), value in zip(holders, values, strict=True):
+        tensors_now = (each.value.clone() for each in assigned.tensors)
+        for (attributes, name), value in zip(holders, (*values, *tensors_now), strict=True):
             attributes[name] = value
         return output
 

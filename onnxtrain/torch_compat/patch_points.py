@@ -126,6 +126,12 @@ TENSOR_READS = tuple(
     for name in ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
 )
 TENSOR_ITEM = TENSOR_READS[0]
+FAKE_TENSOR_TOLIST = PatchPoint(
+    "torch._subclasses.fake_tensor:FakeTensor.tolist",
+    "a list of elements that a capture fixes is read at once",
+    "forwards that read lists of elements of their inputs (Qwen2-VL) have graph breaks",
+    parameters="self",
+)
 EXPECTED_HIDDEN_SIZE, EXPECTED_CELL_SIZE = (
     PatchPoint(
         f"torch.nn.modules.rnn:{name}",

@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_arg
 
+from onnxtrain.capture.guards.known_values import known_values
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 
@@ -45,8 +46,13 @@ def _where(original: Callable[..., Any], condition: Any, *args: Any, **kwargs: A
     return original(condition, *args, **kwargs) if positions is None else positions
 
 
+def _setitem(original: Callable[..., Any], x: torch.Tensor, index: Any, value: Any) -> None:
+    original(x, _with_positions(x, index), value)
+
+
 REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.__setitem__: _setitem,
     torch.Tensor.nonzero: _nonzero,
     torch.nonzero: _nonzero,
     torch.where: _where,
@@ -103,6 +109,9 @@ def _positions(mask: Any) -> tuple[torch.Tensor, ...] | None:
 
 def _value(tensor: FakeTensor) -> torch.Tensor | None:
     """Compute the elements of a traced tensor from constants; None if they depend on anything else."""
+    known = known_values()
+    if known is not None:
+        return known.constant(tensor)
     mode = get_proxy_mode()
     proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
     if mode is None or proxy is None or any(type(size) is not int for size in tensor.shape):

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from onnxtrain.capture.export import constant_masks, packed_sequences, size_tensors
+from onnxtrain.capture.export import constant_masks, known_elements, packed_sequences, size_tensors
 from onnxtrain.capture.export.meta_functions import is_channels_last
 from onnxtrain.capture.node_storage import example_size
 
@@ -66,6 +66,7 @@ def _getitem(original: Callable[..., Any], x: torch.Tensor, index: Any) -> Any:
 
 _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     **constant_masks.REPLACEMENTS,
+    **known_elements.REPLACEMENTS,
     **size_tensors.REPLACEMENTS,
     **packed_sequences.REPLACEMENTS,
     torch.Tensor.__getitem__: _getitem,

@@ -29,18 +29,25 @@ from torch.fx.node import map_arg
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.finite_checks import answer_if_finite
+from onnxtrain.capture.guards.known_values import FixedInput, KnownValues, knowing
 from onnxtrain.capture.guards.repeated_items import RepeatedItems
 from onnxtrain.capture.guards.sample_ranges import certain_answer
 from onnxtrain.capture.guards.shape_proof import same_constant
 from onnxtrain.capture.guards.size_decisions import is_by_user
 from onnxtrain.capture.guards.sizes_from_inputs import read_sizes_from_inputs, slice_length
-from onnxtrain.capture.guards.traced_graph import Buffer, TracedGraph
+from onnxtrain.capture.guards.traced_graph import Buffer, TracedGraph, traced_nodes
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.node import TORCH_OP
 from onnxtrain.ops.python_function.run_context import untraced
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
-from onnxtrain.torch_compat.patch_points import ASSERT_SIZES, EVALUATE_SIZES, TENSOR_BOOL, TENSOR_ITEM
+from onnxtrain.torch_compat.patch_points import (
+    ASSERT_SIZES,
+    EVALUATE_SIZES,
+    FAKE_TENSOR_TOLIST,
+    TENSOR_BOOL,
+    TENSOR_ITEM,
+)
 from onnxtrain.torch_compat.symbols import (
     is_data_dependent,
     is_float_item,
@@ -90,10 +97,11 @@ class ElementDecision:
         """Whether each number is another graph; else there are two."""
         return self.condition is not None and not _is_truth(self.condition.expression)
 
-    def is_same(self, other: ElementDecision) -> bool:
+    def is_same(self, other: Any) -> bool:
         """Return whether another decision is the same test with the same answer."""
         return (
-            (self.where, self.answer) == (other.where, other.answer)
+            isinstance(other, ElementDecision)
+            and (self.where, self.answer) == (other.where, other.answer)
             and _without_names(self.graph.graph) == _without_names(other.graph.graph)
             and str(self.condition and self.condition.expression) == str(other.condition and other.condition.expression)
             and all(map(_same_lifted, self.lifted, other.lifted))
@@ -130,6 +138,7 @@ class ElementDecisions:
 
     Args:
         tensors: the call's tensors.
+        fixes_inputs: whether inputs of which forward reads elements as Python numbers are fixed to these elements.
         may_assume: whether tests of finite values have an assumed answer, which each call has to check.
         with_checks: whether checks of data-dependent sizes in the user's code (`torch._check`) are decisions, too.
             Without them, the graph is for inputs that pass all checks, and does not repeat them.
@@ -139,20 +148,32 @@ class ElementDecisions:
         unanswered_checks: the number of checks that are no decisions, in the last trace.
         is_undecided: whether the last trace stopped at a decision without one.
         facts: what the answers say of the data-dependent sizes of the last trace.
+        reads_elements: whether forward has read an element of a tensor as a Python number or a size.
+        values: the known values of the last trace; None if no inputs are fixed.
         assumed: the tests of finite values in the last trace: the tested tensor, its assumed answer, and where.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, may_assume: bool = False, with_checks: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        may_assume: bool = False,
+        with_checks: bool = False,
+        fixes_inputs: bool = False,
+    ) -> None:
         self.answered: list[ElementDecision] = []
         self.unanswered_checks = 0
+        self.reads_elements = False
         self.is_undecided = False
         self.facts: list[sympy.Basic] = []
         self.assumed: list[tuple[torch.Tensor, bool, str]] = []
         self._tensors = tensors
-        self._traced: Sequence[torch.Tensor] = ()
+        self._inputs: Sequence[torch.fx.Node | None] = ()
         self._items = RepeatedItems()
         self._may_assume = may_assume
         self._with_checks = with_checks
+        self._fixes_inputs = fixes_inputs
+        self.values: KnownValues | None = None
         self._is_telling = False
         self._next = 0
         self._where = ""
@@ -163,7 +184,12 @@ class ElementDecisions:
     @property
     def count(self) -> int:
         """The number of tests in the current trace."""
-        return self._next + len(self.assumed)
+        return self._next + len(self.assumed) + (self.values.reads if self.values is not None else 0)
+
+    @property
+    def all(self) -> list[ElementDecision | FixedInput]:
+        """The decisions, and the inputs that are fixed."""
+        return [*(() if self.values is None else self.values.fixed.values()), *self.answered]
 
     @contextmanager
     def answering(self, traced: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -177,14 +203,18 @@ class ElementDecisions:
         """
         self._next, self.is_undecided, self._unanswered, self.facts = 0, False, None, []
         self.unanswered_checks, self.assumed, self._known_answers = 0, [], {}
-        self._traced, self._items = traced, RepeatedItems()
+        self._inputs, self._items = traced_nodes(traced), RepeatedItems()
+        if self._fixes_inputs:
+            self._begin_values(traced)
         tracer = proxy_tensor.get_proxy_mode()
         stack = getattr(getattr(tracer, "tracer", None), "module_stack", {})
         depth = len(stack)
         try:
             with (
+                knowing(self.values),
                 TENSOR_BOOL.replaced_in_thread(self._answer),
                 TENSOR_ITEM.replaced_in_thread(partial(self._item, TENSOR_ITEM.original)),
+                FAKE_TENSOR_TOLIST.replaced_in_thread(partial(self._tolist, FAKE_TENSOR_TOLIST.original)),
                 EVALUATE_SIZES.replaced_in_thread(partial(self._evaluate, EVALUATE_SIZES.original)),
                 ASSERT_SIZES.replaced_in_thread(partial(self._check, ASSERT_SIZES.original)),
             ):
@@ -197,16 +227,43 @@ class ElementDecisions:
                 stack.popitem()
             raise
 
+    def _begin_values(self, traced: Sequence[torch.Tensor]) -> None:
+        """Fix the inputs that the last trace has fixed from the beginning: some of its decisions are none any more."""
+        if self.has_fixed:
+            self.answered = []
+        self.values = KnownValues(self._tensors, traced, () if self.values is None else self.values.fixed.values())
+
+    @property
+    def has_fixed(self) -> bool:
+        """Whether the current trace has fixed further inputs."""
+        return self.values is not None and self.values.has_fixed
+
     def _item(self, original: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Replace `tensor.item()`: forward gets a truth value as from `bool(tensor)`."""
         if not isinstance(tensor, FakeTensor):
             return original(tensor)
+        value = self._read(tensor)
+        if value is not None:
+            return original(value)
         return self._answer(tensor) if tensor.dtype == torch.bool else self._items.number(tensor, original)
+
+    def _tolist(self, original: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        """Replace `tensor.tolist()`, which reads one item after the other."""
+        value = self._read(tensor)
+        return original(tensor) if value is None else value.tolist()
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the elements that forward reads, if inputs may be fixed to those of this call."""
+        self.reads_elements = True
+        return None if self.values is None else self.values.read(tensor)
 
     def _answer(self, tensor: torch.Tensor) -> bool:
         """Replace `bool(tensor)`."""
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.shape.numel() != 1:
             return bool(_TENSOR_BOOL(tensor))
+        value = self._read(tensor)
+        if value is not None:
+            return bool(_TENSOR_BOOL(value))
         certain = certain_answer(tensor)
         if certain is not None:
             return certain
@@ -231,6 +288,7 @@ class ElementDecisions:
         try:
             return original(env, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode as error:
+            self.reads_elements = True
             if expr in self._known_answers:
                 return self._known_answers[expr]
             if not _is_decidable(expr):
@@ -291,7 +349,7 @@ class ElementDecisions:
 
     def _decide_at_once(self, read: Sequence[Any], expr: Any, where: str) -> bool:
         """Answer a decision by what is traced so far, so that forward need not be traced again, if that is possible."""
-        graph = TracedGraph.of_running_trace(self._traced, read)
+        graph = TracedGraph.of_running_trace(self._inputs, read)
         if graph is None:
             return False
         try:

@@ -29,6 +29,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from onnxtrain.capture.guards.element_decisions import ElementDecision
+from onnxtrain.capture.guards.known_values import FixedInput
 from onnxtrain.capture.guards.shape_proof import Proof, same_graph
 from onnxtrain.capture.guards.size_decisions import Example, InputDim, SizeDecision, SizeDecisions
 from onnxtrain.errors import CaptureError, GraphError
@@ -113,10 +114,10 @@ class Guards:
         alternative: _Alternative,
         decisions: SizeDecisions | None,
         proof: Proof | None,
-        elements: Sequence[ElementDecision] = (),
+        elements: Sequence[ElementDecision | FixedInput] = (),
     ) -> None:
         self.elements = tuple(elements)
-        self.items: dict[str, tuple[int, ...]] = {}
+        self.items: dict[str, tuple[Any, ...]] = {}
         for decision in elements:
             if decision.is_number:
                 self.items[decision.where] = (*self.items.get(decision.where, ()), decision.answer)
@@ -212,7 +213,7 @@ class Guards:
         """Return whether the captured graphs compute the same at all sizes."""
         if self._proof is None or other._proof is None or len(self.elements) != len(other.elements):
             return False
-        if not all(map(ElementDecision.is_same, self.elements, other.elements)):
+        if not all(a.is_same(b) for a, b in zip(self.elements, other.elements, strict=True)):
             return False
         if self._fixed_expressions() != other._fixed_expressions():
             return False
@@ -355,7 +356,7 @@ def compile_guards(
     names: Sequence[str],
     decisions: SizeDecisions | None = None,
     traced: ExportedProgram | None = None,
-    elements: Sequence[ElementDecision] = (),
+    elements: Sequence[ElementDecision | FixedInput] = (),
     facts: Sequence[Any] = (),
 ) -> Guards:
     """Compile the guards of an export.

@@ -54,11 +54,11 @@ class TracedGraph:
         )
 
     @classmethod
-    def of_running_trace(cls, inputs: Sequence[torch.Tensor], read: Sequence[Any]) -> TracedGraph | None:
+    def of_running_trace(cls, inputs: Sequence[Node | None], read: Sequence[Any]) -> TracedGraph | None:
         """Return a copy of what the trace of this thread has recorded; None if it cannot run as a graph of its own.
 
         Args:
-            inputs: the flat inputs of forward in the trace.
+            inputs: the nodes of the flat inputs of forward, as `traced_nodes` returned them before forward ran.
             read: traced tensors, and symbols of data-dependent numbers.
         """
         mode = get_proxy_mode()
@@ -70,8 +70,7 @@ class TracedGraph:
         outputs = [each for each in found if each is not None]
         placeholders = list(graph.find_nodes(op="placeholder"))
         others = len(placeholders) - len(inputs)
-        are_last = [(node, ()) for node in placeholders[others:]] == [_traced(t, tracer) for t in inputs]
-        if len(outputs) < len(read) or not are_last:
+        if len(outputs) < len(read) or placeholders[others:] != list(inputs):
             return None
         copy, copied = Graph(), dict[Node, Node]()
         copy.graph_copy(graph, copied)
@@ -80,6 +79,16 @@ class TracedGraph:
         if constants is None:
             return None
         return cls(GraphModule(tracer.root, copy), [copied[node] for node in placeholders[others:]], constants)
+
+
+def traced_nodes(tensors: Sequence[torch.Tensor]) -> list[Node | None]:
+    """Return the nodes of traced tensors in the trace of this thread; None for those that it does not trace.
+
+    A tensor may get another node later, from an operator that returns its argument, as `x.to(x.dtype)` does.
+    """
+    mode = get_proxy_mode()
+    found = [None if mode is None else _traced(tensor, mode.tracer) for tensor in tensors]
+    return [None if each is None else each[0] for each in found]
 
 
 def _constant(spec: InputSpec, program: ExportedProgram, exported: torch.nn.Module) -> Any:

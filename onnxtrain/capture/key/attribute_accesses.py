@@ -24,10 +24,12 @@ class AttributeAccesses:
 
     Attributes:
         reads: those that forward read or set in this run so far, or in earlier runs.
+        sets: those that forward set in this run so far.
     """
 
     def __init__(self) -> None:
         self.reads: set[Attribute] = set()
+        self.sets: set[Attribute] = set()
         self._reads_before_block: set[Attribute] = set()  # in this run; `reads` has those of the block
         self._set_first: set[Attribute] = set()  # in this run, before they were read
         self._read_first: set[Attribute] = set()  # in an earlier run
@@ -37,7 +39,7 @@ class AttributeAccesses:
         """Forward runs once in this block."""
         earlier = self.reads.copy()
         self.reads.clear()
-        self._set_first = set()
+        self._set_first, self.sets = set(), set()
         try:
             yield
         finally:
@@ -62,6 +64,7 @@ class AttributeAccesses:
         if attribute not in self.reads and attribute not in self._reads_before_block:
             self._set_first.add(attribute)
         self.reads.add(attribute)
+        self.sets.add(attribute)
 
     def set_first(self) -> set[Attribute]:
         """Return the attributes that this run sets before it reads them, if no earlier run read them first.

@@ -147,6 +147,8 @@ class CaptureCache:
     def _store(self, key: str, captured: Captured, code: ExecutedCode) -> Captured:
         if captured.guards.elements:
             raise NotStorableError("forward branches on elements of its arguments")
+        if captured.assigned.tensors:
+            raise NotStorableError("forward assigns a tensor to an attribute")
         if captured.assumed:
             raise NotStorableError("forward branches on whether values are finite")
         paths = {id(module): path for path, module in submodules(self._module)}
