@@ -33,7 +33,6 @@ from onnxtrain.passes.user_graph_optimizers import functions_for
 from onnxtrain.plan.channels_last import ChannelsLast, is_profitable
 from onnxtrain.plan.differentiation import Differentiation, rewrite_joint, unoptimized_joint
 from onnxtrain.plan.memory_plan import MemoryPlan, plan_memory
-from onnxtrain.plan.omitted_blocks import described, with_omitted_blocks
 from onnxtrain.plan.output_views import input_views
 from onnxtrain.plan.parameter_order import limit_in_flight
 from onnxtrain.plan.recompute import RecomputeChoice
@@ -83,10 +82,9 @@ def compile_module(
         packed = plan_packed_variants(model, captured, options, device, any(wrt))
         changes.add(optimize(model, then))
         stages.record("optimize", model, changes, sum(report.took_ms for report in changes.passes))
-        mutated = [mutation.target for mutation in captured.mutations]
         builder = UnitBuilder(
             captured,
-            Differentiation(model, wrt, captured.result_count, mutated, joint_passes(options)),
+            Differentiation(model, wrt, captured.result_count, captured.mutated, joint_passes(options)),
             input_views(model, captured.result_count),
             device,
             options,
@@ -114,10 +112,9 @@ def _gradients(builder: UnitBuilder, stages: Stages) -> Joint:
 
 
 def _plan(joint: Joint, builder: UnitBuilder, inputs: Sequence[torch.Tensor]) -> MemoryPlan:
-    mutated, omitted = builder.differentiation.mutated_inputs(joint), builder.captured.omitted
-    return plan_memory(
-        joint, mutated, builder.views, inputs, builder.options, builder.device.type, builder.layout, omitted
-    )
+    mutated, device = builder.differentiation.mutated_inputs(joint), builder.device.type
+    omitted = builder.captured.omitted
+    return plan_memory(joint, mutated, builder.views, inputs, builder.options, device, builder.layout, omitted)
 
 
 @part("planning and lowering")
@@ -132,7 +129,7 @@ def _lower_training(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[tor
     """Build one unit, or one for each recompute choice that depends on the sizes of a call."""
 
     def unit_for(choice: RecomputeChoice) -> Unit:
-        joint, copies = with_omitted_blocks(plan.planned(choice), plan.omitted)
+        joint, copies = plan.planned(choice)
         unit = builder.training_unit(joint, choice)
         stages.end("plan", joint.model, plan.sentences(choice, copies), plan.subgraphs, builder.not_recorded(unit))
         return unit
@@ -148,6 +145,6 @@ def _lower_training(plan: MemoryPlan, builder: UnitBuilder, inputs: Sequence[tor
 
 def _lower_inference(builder: UnitBuilder, inputs: Sequence[torch.Tensor], stages: Stages) -> Compiled:
     captured, model, unit = builder.captured, builder.differentiation.forward, builder.inference_unit()
-    stages.end("plan", model, described(captured.omitted), refused=builder.not_recorded(unit))
+    stages.end("plan", model, refused=builder.not_recorded(unit))
     symbol_values = bind_symbols(model.graph.inputs, inputs)
     return Compiled(captured, unit, stages.report(), runner(captured, unit), symbol_values, layout=builder.layout)

@@ -9,7 +9,7 @@ sees that state. no_grad regions are marked before functionalization, which drop
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ import onnx_ir as ir
 import torch
 from torch.export import Dim
 from torch.export.exported_program import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import OutputKind
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.blocks.instantiate import instantiate
@@ -58,9 +58,10 @@ from onnxtrain.capture.guards.element_decisions import ElementDecisions
 from onnxtrain.capture.guards.finite_checks import AssumedAnswer
 from onnxtrain.capture.guards.guards import AssumptionError, Guards, compile_guards
 from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
+from onnxtrain.capture.input_origins import PREFIX, InputOrigins, Source, input_origins
 from onnxtrain.capture.internal_errors import internal_errors_as, summary
 from onnxtrain.capture.key.attribute_accesses import attribute_reads
-from onnxtrain.capture.refusals import refuse_assumptions_between_ranks, refuse_outside_tensor
+from onnxtrain.capture.refusals import refuse_assumptions_between_ranks
 from onnxtrain.capture.sharded.gathered import gather_before_readers
 from onnxtrain.capture.structure import OutputStructure, Structure, input_names
 from onnxtrain.capture.wrapper import ForwardCall, OutputHolder, Wrapper
@@ -79,7 +80,6 @@ from onnxtrain.system.time_limit import part, time_limit
 from onnxtrain.torch_compat.internal import refuse_if_lacking
 from onnxtrain.torch_compat.tensors import own_memory
 
-_PREFIX = "module."
 _SECONDS_FOR_IMAGES = 20.0  # of this thread's processor time
 _SLOW_SIZES: WeakSet[torch.nn.Module] = WeakSet()  # modules for which they did not suffice
 
@@ -95,19 +95,6 @@ class _SlowSizesError(CaptureError):
             got=parts,
             todo="the module is captured with the sizes of images fixed",
         )
-
-
-@dataclass(frozen=True)
-class Source:
-    """The origin of a graph input: "input" number `index`, or the "parameter", "buffer" or "attribute" `name`.
-
-    A "part" is a tensor that a parameter holds: its `name` extends the parameter's. An "outside" tensor is in a
-    container, in another object or among the globals: its `name` is the path of its `Reference`.
-    """
-
-    kind: str
-    name: str = ""
-    index: int = -1
 
 
 @dataclass(frozen=True)
@@ -157,6 +144,11 @@ class Captured:
     written_views: tuple[WrittenView, ...] = ()
     assumed: tuple[AssumedAnswer, ...] = ()
     omitted: tuple[OmittedBlocks, ...] = ()
+
+    @property
+    def mutated(self) -> list[int]:
+        """The positions of the graph inputs that forward changes in place, one for each of `mutations`."""
+        return [mutation.target for mutation in self.mutations]
 
     def has_same_graph(self, other: Captured) -> bool:
         """Return whether another capture, of any module or state, is the same graph at all sizes."""
@@ -353,13 +345,12 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, limits: _Limits) -> Cap
             guards = compile_guards(program, names, decisions, traced, answered, wrapper.elements.facts)
         if limits.outside_is_input:
             outside.find(module, reads, decisions.examples, (t for decision in answered for t in decision.lifted))
-        origins = _input_origins(program, module, len(names), parts, outside)
+        origins = input_origins(program, module, len(names), parts, outside)
         captured = _assemble(program, origins, converted.model, converted.outputs, wrapper.output, names, guards)
         gather_before_readers(captured.model.graph, module)
         refuse_assumptions_between_ranks(captured.model.graph, captured.assumed)
         if traced is not None:
-            targets = [mutation.target for mutation in captured.mutations]
-            views = written_views(traced, program, targets, captured.model.graph.inputs)
+            views = written_views(traced, program, captured.mutated, captured.model.graph.inputs)
             captured = replace(captured, written_views=tuple(views))
     own_reads = reads - captured.assigned.unread(module)
     constants = (*captured.constants, *outside.constants)
@@ -437,7 +428,7 @@ def _export(
 
 def _assemble(
     program: ExportedProgram,
-    origins: _InputOrigins,
+    origins: InputOrigins,
     model: ir.Model,
     outputs: list[Any],
     output: OutputHolder,
@@ -514,91 +505,7 @@ def _target_name(source: Source, call_inputs: dict[str, int]) -> str:
     """Return the name by which an output spec refers to this input when forward mutates it."""
     if source.kind == "input":
         return next(name for name, index in call_inputs.items() if index == source.index)
-    return _PREFIX + source.name
-
-
-@dataclass(frozen=True)
-class _InputOrigins:
-    """The origins of an export's placeholders.
-
-    Attributes:
-        sources: for each placeholder; None for a lifted constant.
-        lifted: the positions of the lifted constants among the placeholders, each with its tensor.
-        call_inputs: the indices of the call's tensors, by the names of their placeholders.
-    """
-
-    sources: list[Source | None]
-    lifted: list[tuple[int, torch.Tensor]]
-    call_inputs: dict[str, int]
-
-
-def _input_origins(
-    program: ExportedProgram,
-    module: torch.nn.Module,
-    call_tensors: int,
-    parts: Mapping[str, str],
-    outside: OutsideTensors,
-) -> _InputOrigins:
-    """Find the origins of the placeholders.
-
-    Args:
-        program: the export.
-        module: the user's module.
-        call_tensors: the number of tensors in the call.
-        parts: the names of tensors that parameters hold, by their names in the export.
-        outside: the tensors that forward read from outside the module's parameters and buffers.
-    """
-    sources: list[Source | None] = []
-    lifted: list[tuple[int, torch.Tensor]] = []
-    call_inputs: dict[str, int] = {}
-    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
-    for position, spec in enumerate(program.graph_signature.input_specs):
-        target = str(spec.target or "")
-        if target.removeprefix(_PREFIX) in parts:
-            sources.append(Source("part", parts[target.removeprefix(_PREFIX)]))
-        elif spec.kind in kinds:
-            sources.append(Source(kinds[spec.kind], target.removeprefix(_PREFIX)))
-        elif spec.kind == InputKind.USER_INPUT:
-            call_inputs[spec.arg.name] = len(call_inputs)
-            sources.append(Source("input", index=len(call_inputs) - 1))
-        elif spec.kind == InputKind.CONSTANT_TENSOR:
-            sources.append(_constant_source(module, target, program.constants[target], outside))
-            if sources[-1] is None:
-                lifted.append((position, program.constants[target]))
-        else:
-            raise CaptureError(
-                "forward uses an object that a graph cannot represent",
-                expected="parameters, buffers, arguments and tensor constants",
-                got=f"{spec.arg} of kind {spec.kind.name}",
-                todo="the module runs in PyTorch; compute with tensors instead",
-            )
-    if len(call_inputs) != call_tensors:
-        raise CaptureError(
-            "torch.export changed the number of input tensors",
-            expected=f"{call_tensors}, as in the call",
-            got=len(call_inputs),
-            todo="the module runs in PyTorch; this is a bug of onnxtrain: please report it with the module",
-        )
-    return _InputOrigins(sources, lifted, call_inputs)
-
-
-def _constant_source(
-    module: torch.nn.Module, target: str, tensor: torch.Tensor, outside: OutsideTensors
-) -> Source | None:
-    """Return the origin of a constant of the export; None if the graph has to embed it."""
-    if _is_attribute(module, target) and not outside.is_constant(tensor):
-        return Source("attribute", target.removeprefix(_PREFIX))
-    refuse_outside_tensor(tensor)
-    name = outside.name(tensor)
-    return Source("outside", name) if name else None
-
-
-def _is_attribute(module: torch.nn.Module, target: str) -> bool:
-    """Return whether a constant of the export is a tensor attribute of the user's module, not a literal in forward."""
-    holder: Any = module
-    for name in target.removeprefix(_PREFIX).split("."):
-        holder = getattr(holder, name, None)
-    return target.startswith(_PREFIX) and isinstance(holder, torch.Tensor)
+    return PREFIX + source.name
 
 
 def _make_constant(graph: ir.Graph, value: ir.Value, tensor: torch.Tensor) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from onnxtrain.capture.capture import Captured, Source
+from onnxtrain.capture.capture import Captured
+from onnxtrain.capture.input_origins import Source
 from onnxtrain.capture.time_limit import limited_time
 from onnxtrain.errors import CommunicationError, OmittedBlocksError, SlowCaptureError
 from onnxtrain.execute.compiled import Compiled

@@ -32,7 +32,7 @@ from onnxtrain.plan.cut import cut
 from onnxtrain.plan.default_recompute import choose_by_default
 from onnxtrain.plan.gathered_parameters import gathered_again
 from onnxtrain.plan.independent_results import wants_stages
-from onnxtrain.plan.omitted_blocks import counts_with, described
+from onnxtrain.plan.omitted_blocks import counts_with, described, with_omitted_blocks
 from onnxtrain.plan.recompute import RecomputeChoice, apply_choice, choose_by_checkpoints
 from onnxtrain.plan.recompute_subgraphs import choose_by_options
 from onnxtrain.plan.storage import Storages, bind_symbols
@@ -61,9 +61,18 @@ class MemoryPlan:
     always_report: bool = False
     omitted: Sequence[OmittedBlocks] = ()
 
-    def planned(self, choice: RecomputeChoice) -> Joint:
-        """Apply a choice to the joint graph. To be called once, unless `by_size`."""
-        return apply_choice(self.joint.copy() if self.by_size else self.joint, choice)
+    def planned(self, choice: RecomputeChoice) -> tuple[Joint, Mapping[str, Sequence[str]]]:
+        """Apply a choice to the joint graph, and insert the omitted blocks. To be called once, unless `by_size`.
+
+        Returns:
+            The joint graph, and the names of the copies of each value in blocks that were inserted.
+
+        Raises:
+            OmittedBlocksError: they cannot be inserted.
+        """
+        return with_omitted_blocks(
+            apply_choice(self.joint.copy() if self.by_size else self.joint, choice), self.omitted
+        )
 
     def sentences(self, choice: RecomputeChoice, copies: Mapping[str, Sequence[str]]) -> list[str]:
         """Return the report's lines on a choice: the values that backward recomputes, with their shapes and bytes.

@@ -15,10 +15,11 @@ from typing import Any
 
 import sympy
 
-from onnxtrain.capture.capture import Captured, Mutation, Source
+from onnxtrain.capture.capture import Captured, Mutation
 from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes
 from onnxtrain.capture.effects.written_views import WrittenView
 from onnxtrain.capture.guards.guards import Guards, StoredGuards
+from onnxtrain.capture.input_origins import Source
 from onnxtrain.capture.key.executed_code import Files, Globals
 from onnxtrain.capture.key.fingerprint import NotStorableError
 from onnxtrain.capture.stored import expressions, graph
