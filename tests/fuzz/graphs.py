@@ -427,7 +427,7 @@ def difference(graph: RandomGraph) -> str:
         tensors = graph.tensors(length)
         run = run_model if length else _run_by_reference  # onnxruntime's results of no elements are wrong in places
         try:
-            planned = plan.planned(plan.choose(bind_symbols(plan.joint.model.graph.inputs, tensors)))
+            planned, _ = plan.planned(plan.choose(bind_symbols(plan.joint.model.graph.inputs, tensors)))
         except MemoryBudgetError:
             return ""
         try:
