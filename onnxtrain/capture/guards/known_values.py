@@ -29,6 +29,7 @@ from onnxtrain.capture import source_location
 from onnxtrain.capture.guards.traced_graph import traced_nodes
 from onnxtrain.capture.node_storage import example_size
 from onnxtrain.ops.python_function.run_context import untraced
+from onnxtrain.torch_compat.aten_operators import TO_COPY
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.pytree import tree_leaves
@@ -42,7 +43,7 @@ _LIFTS = (_ATEN.lift_fresh_copy.default, _ATEN.lift_fresh.default)
 _DETACH = _ATEN.detach_.default  # of torch.tensor: it changes no element
 # Besides views: each element of the result is one of the argument.
 _SELECTIONS = frozenset({
-    *_LIFTS, _DETACH, _ATEN.index.Tensor, _ATEN.clone.default, _ATEN.contiguous.default, _ATEN._to_copy.default,
+    *_LIFTS, _DETACH, _ATEN.index.Tensor, _ATEN.clone.default, _ATEN.contiguous.default, TO_COPY.default,
     _ATEN.to.dtype, _ATEN.to.dtype_layout, _ATEN.to.device, _ATEN.to.other, _ATEN.floor_divide.default,
     _ATEN.floor_divide.Scalar, operator.getitem,
 })  # fmt: skip

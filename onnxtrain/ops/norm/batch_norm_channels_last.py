@@ -26,6 +26,7 @@ LIBRARY = Library(
 )
 _MIN_CHANNELS = 16  # for the compiled kernel: the lanes of a vector
 _MAX_GROUP_ROWS, _MIN_GROUP_ROWS = 16, 4  # accumulated sequentially; smaller groups would leave too many sums
+_COPIED = 1 << 12  # elements, for a sum in another dtype
 
 
 def is_channels_last(x: torch.Tensor) -> bool:
@@ -105,7 +106,7 @@ def _forward_in_groups(x: torch.Tensor, scale: Any, b: Any, epsilon: float) -> t
     rows = _rows_per_group(x.numel() // channels)
     groups = torch.batch_norm_update_stats(_grouped(x, rows), None, None, 0.0)
     means, variances = (v.view(-1, channels).double() for v in groups)
-    mean = x.mean((0, 2, 3), dtype=torch.double)
+    mean = _sums_in_double(x) / (x.numel() // channels)
     var = variances.mean(0).add_((means - mean).square_().mean(0))
     inv_std = (var + epsilon).rsqrt_()
     factor = (inv_std if scale is None else inv_std * scale).float()
@@ -113,6 +114,12 @@ def _forward_in_groups(x: torch.Tensor, scale: Any, b: Any, epsilon: float) -> t
     zeros = torch.zeros_like(factor)
     y = torch.batch_norm(x, factor, shift, zeros, zeros + 1, False, 0.0, 0.0, False)
     return y, mean, var, inv_std
+
+
+def _sums_in_double(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each channel, in double; of a few images at a time, because PyTorch copies them."""
+    images = max(1, _COPIED * x.size(0) // x.numel())
+    return torch.stack([part.sum((0, 2, 3), dtype=torch.double) for part in x.split(images)]).sum(0)
 
 
 def _compiled_functions(x: torch.Tensor, *parameters: torch.Tensor | None) -> Any:
@@ -193,7 +200,7 @@ def batch_norm_backward_channels_last(
         _grouped(dy, rows), _grouped(x, rows), None, None, None, *statistics, True, 0.0, [False, True, False]
     )
     dscale = sums_z.view(-1, channels).sum(0)
-    db = dy.sum((0, 2, 3), dtype=torch.double).float()
+    db = _sums_in_double(dy).float()
     dx = None
     if mask[0]:
         factor = inv_std if scale is None else inv_std * scale
