@@ -341,7 +341,7 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, limits: _Limits) -> Cap
             converted = convert(program, type(module).__name__)
         names = input_names(module.forward, structure)
         answered = wrapper.elements.all
-        with part("guards"):
+        with logged_as_info(), part("guards"):  # operators may fail on the fake tensors of a proof
             guards = compile_guards(program, names, decisions, traced, answered, wrapper.elements.facts)
         if limits.outside_is_input:
             outside.find(module, reads, decisions.examples, (t for decision in answered for t in decision.lifted))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from onnxtrain import ORTModule
 from onnxtrain.frontend.engine import Engine
@@ -19,6 +18,7 @@ from onnxtrain.plan import memory_plan
 from tests.capture.blocks.test_repeated_blocks import (
     WIDTH,
     Block,
+    Checkpointed,
     GroupedQueries,
     Stack,
     bert,
@@ -26,17 +26,12 @@ from tests.capture.blocks.test_repeated_blocks import (
     llama,
     t5,
     tokens,
+    trained,
     vectors,
 )
 from tests.thinned import slow_except
 
 COUNT = 13
-
-
-class Checkpointed(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return y
 
 
 class Wide(Block):
@@ -171,31 +166,18 @@ def all_captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def run(make: Callable[[], nn.Module], calls: list[dict[str, Tensor]]) -> tuple[Engine, list[Any]]:
-    """Return the engine of a model, and the bytes of its loss, gradients and buffers after each call."""
-    torch.manual_seed(0)
-    model = make()
-    ours = ORTModule(model, rng="torch")
-    torch.manual_seed(1)
-    observed: list[Any] = []
-    for call in calls:
-        output = ours(**call)
-        weights = torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH)
-        loss = output.loss if hasattr(output, "loss") else (output * weights).sum()
-        loss.backward()
-        tensors = [loss, *(p.grad for p in model.parameters()), *model.buffers()]
-        observed.append([None if t is None else t.detach().numpy().tobytes() for t in tensors])
+    """Return the engine of a model, and the bytes of each training step and of a call without gradients."""
+    ours, observed = trained(make, calls)
     with torch.no_grad():
         output = ours(**calls[0])
-    observed.append((output.loss if hasattr(output, "loss") else output).numpy().tobytes())
+    observed.append((output.loss if hasattr(output, "loss") else output).float().numpy().tobytes())
     return engine_of(ours), observed
 
 
-def programs(engine: Engine) -> list[str]:
-    """Return the sources of the programs without names: inserted values have other ones."""
-    parts = engine.newest().parts
-    sources = [engine.newest().unit.forward.source]
-    assert parts is None, "the latest call computes no gradients"
-    return [re.sub(r"[A-Za-z_]\w*", "x", re.sub(r" *#.*", "", source)) for source in sources]
+def program(engine: Engine) -> str:
+    """Return the source of the program without gradients, without names: inserted values have other ones."""
+    source = engine.newest().unit.forward.source
+    return re.sub(r"[A-Za-z_]\w*", "x", re.sub(r" *#.*", "", source))
 
 
 def compare(
@@ -208,13 +190,18 @@ def compare(
     whole, expected = run(make, calls)
     assert whole.newest().captured.omitted == ()
     assert observed == expected
-    assert programs(engine) == programs(whole)
+    assert program(engine) == program(whole)
 
 
 @pytest.mark.parametrize("name", OMITTED)
 def test_results_are_those_of_all_blocks(name: str, all_captured: Callable[[], None]) -> None:
     make, count = OMITTED[name]
     compare(make, vectors(3, 4), count, all_captured)
+
+
+def test_under_autocast(all_captured: Callable[[], None]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        compare(lambda: stack(Block), vectors(3, 4), [7], all_captured)
 
 
 @pytest.mark.parametrize("name", slow_except(LANGUAGE_MODELS, "llama"))

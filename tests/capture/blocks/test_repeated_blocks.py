@@ -625,8 +625,8 @@ def all_traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(CALL_MODULE._entry, "_resolved", (None,))
 
 
-def run(make: Callable[[], nn.Module], calls: Sequence[dict[str, Tensor]]) -> list[Any]:
-    """Return the graph of a model, then the bytes of its loss, gradients and buffers after each call."""
+def trained(make: Callable[[], nn.Module], calls: Sequence[dict[str, Tensor]]) -> tuple[ORTModule, list[Any]]:
+    """Return an ORTModule of a model, and the bytes of its loss, gradients and buffers after each call."""
     torch.manual_seed(0)
     model = make()
     ours = ORTModule(model, rng="torch")
@@ -639,6 +639,12 @@ def run(make: Callable[[], nn.Module], calls: Sequence[dict[str, Tensor]]) -> li
         loss.backward()
         tensors = [loss, *(p.grad for p in model.parameters()), *model.buffers()]
         observed.append([None if t is None else t.detach().numpy().tobytes() for t in tensors])
+    return ours, observed
+
+
+def run(make: Callable[[], nn.Module], calls: Sequence[dict[str, Tensor]]) -> list[Any]:
+    """Return the graph of a model, then the bytes of its loss, gradients and buffers after each call."""
+    ours, observed = trained(make, calls)
     assert engine_of(ours).captures == 1
     graph = engine_of(ours).newest().captured.model
     regions = [node.metadata_props.get(REGION) for node in graph.graph]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from onnxtrain import FallbackPolicy, ORTModule
+from onnxtrain.capture import capture
 from tests.reference import assert_matches
 from tests.zoo.checks import count_captures
 
@@ -178,3 +181,20 @@ def test_an_input_that_changes_in_each_call_is_not_captured_each_time() -> None:
             x = torch.randn(3, WIDTH)
             _compare(run, reference, (x, torch.tensor([2, 2, 2 * last])))
     assert count_captures(run) <= 5
+
+
+def test_pytorchs_reports_of_a_proof_are_logs_of_onnxtrain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A proof of the graph runs it on other sizes, for which operators may fail: PyTorch reports that as an error."""
+    compile_guards = capture.compile_guards
+
+    def reporting(*arguments: Any) -> Any:
+        logging.getLogger("torch._subclasses.fake_tensor").error("failed on fake tensors")
+        return compile_guards(*arguments)
+
+    monkeypatch.setattr(capture, "compile_guards", reporting)
+    with caplog.at_level(logging.INFO):
+        ORTModule(nn.Linear(4, 2))(torch.randn(3, 4))
+    reports = [record.name for record in caplog.records if "failed on fake tensors" in record.message]
+    assert reports == ["onnxtrain"]
