@@ -135,7 +135,7 @@ class Captured:
         stored_name: the name of the stored capture that this one was loaded from or saved as; "" if there is none.
         written_views: results that are views of tensors that `mutations` change.
         assigned: attributes of modules that each call assigns; not among `reads`.
-        assumed: the answers of forward's tests of finite values, which each call has to check.
+        assumed: the answers of forward's tests that are no guards, which each call has to check.
     """
 
     model: ir.Model
@@ -178,6 +178,7 @@ def capture(
     fixed_sizes: Collection[int] = (),
     outside_is_input: bool = False,
     may_assume: bool = False,
+    may_assume_values: bool = False,
 ) -> Captured:
     """Capture `module` for inputs of this structure.
 
@@ -192,6 +193,7 @@ def capture(
         outside_is_input: whether tensors that forward reads from outside the module become graph inputs; otherwise
             they become constants.
         may_assume: whether the graph may assume answers that each call has to check (`Captured.assumed`).
+        may_assume_values: whether it may assume those of this call where they depend on the module's parameters.
 
     Raises:
         CaptureError: forward cannot be captured; says where and why.
@@ -201,7 +203,9 @@ def capture(
     start = time.perf_counter()
 
     def wrap(with_checks: bool) -> Wrapper:
-        elements = ElementDecisions(tensors, may_assume=may_assume, with_checks=with_checks)
+        elements = ElementDecisions(
+            tensors, may_assume=may_assume, may_assume_values=may_assume_values, with_checks=with_checks
+        )
         return Wrapper(module, structure, side_effects, call_forward, elements)
 
     try:
@@ -315,7 +319,7 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, outside_is_input: bool,
         with part("conversion to ONNX"):
             converted = convert(program, type(module).__name__)
         names = input_names(module.forward, structure)
-        answered = wrapper.elements.answered
+        answered = wrapper.elements.guards
         with part("guards"):
             guards = compile_guards(program, names, decisions, traced, answered, wrapper.elements.facts)
         if outside_is_input:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from onnxtrain.capture.blocks.hidden_parameters import HiddenParameters
+from onnxtrain.capture.blocks.module_tensors import ModuleTensors
 from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes, find_assigned_attributes
 from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
@@ -73,6 +75,7 @@ class Wrapper(torch.nn.Module):
         self.fakes = CreatedFakes()
         self.module = module
         self.hidden = HiddenParameters(self)
+        self.__dict__["_tensors"] = ModuleTensors(self)
         self.structure = structure
         self.output = OutputHolder()
 
@@ -87,7 +90,8 @@ class Wrapper(torch.nn.Module):
         layouts = Layouts(self.module, tensors)
         self.fakes.begin()
         try:
-            with self.elements.answering(tensors), self.hidden.during_forward(), self.__dict__["_as_values"]():
+            answering = self.elements.answering(tensors, self.__dict__["_tensors"].traced())
+            with answering, self.hidden.during_forward(), self.__dict__["_as_values"]():
                 leaves, self.output.structure = flatten_output(self.__dict__["_call_forward"](*args, **kwargs))
         except UndecidedError as decision:
             return [*decision.tensors]
@@ -121,6 +125,6 @@ class Wrapper(torch.nn.Module):
     def _assume(self, output: OutputStructure) -> list[torch.Tensor]:
         """Return the tensors whose truth the graph assumes: they are further results, after those of the output."""
         first, assumed = len(output.names), self.elements.assumed
-        output.names += tuple(f"is_finite_{i}" for i in range(len(assumed)))
-        self.output.assumed = tuple(AssumedAnswer(first + i, answer, w) for i, (_, answer, w) in enumerate(assumed))
-        return [tensor for tensor, _, _ in assumed]
+        output.names += tuple(f"assumed_{i}" for i in range(len(assumed)))
+        self.output.assumed = tuple(replace(each, result=first + i) for i, (_, each) in enumerate(assumed))
+        return [tensor for tensor, _ in assumed]

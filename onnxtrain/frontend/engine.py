@@ -196,6 +196,7 @@ class Engine:
             None if options.cache_dir is None or self._entry_point.is_piece else CaptureCache(options.cache_dir, module)
         )
         self._recaptures = Recaptures(module)
+        self._may_assume_values = True
         self._calls = 0
         self.captures = 0
 
@@ -212,8 +213,17 @@ class Engine:
             return self._run_slow_path(args, kwargs) if output is Missed else output
         except WrongAnswerError as error:
             wrong = error
+        if not wrong.assumed.is_of_finite:
+            self._capture_again(wrong)
         self._warn(f"{self._name()} runs this call in PyTorch, not as an ONNX graph: {wrong}", wrong.assumed.where)
         return self._in_torch(*args, **kwargs)
+
+    def _capture_again(self, wrong: WrongAnswerError) -> None:
+        """Let the next call that needs the graph whose assumption has become wrong be captured again."""
+        self._may_assume_values &= self._recaptures.may_assume_again(wrong.assumed.where, self._calls)
+        for entries in self._entries.values():
+            entries[:] = [entry for entry in entries if entry is not self._recent]
+        self._recent, self._fast_path = None, _always_missed
 
     def _run_slow_path(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if is_capturing():
@@ -386,8 +396,8 @@ class Engine:
         run, fixed = self._entry_point.in_torch, self._entry_point.fixed_sizes
 
         def make(run: ForwardCall | None) -> Captured:
-            arguments = self._module, structure, tensors, watch, suggested, run, fixed
-            return with_eager_operators(lambda: capture(*arguments, outside_is_input=True, may_assume=True))
+            arguments = self._module, structure, tensors, watch, suggested, run, fixed, True, True
+            return with_eager_operators(lambda: capture(*arguments, self._may_assume_values))
 
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
 

@@ -5,6 +5,10 @@ branch is captured as a small graph to the tensor that Python tests, from the ar
 that graph becomes a guard. Its value in this call is computed from what the trace has recorded so far; where that is
 not possible, as for a buffer, forward is traced up to the condition, and then again with the answer.
 
+A condition that depends on parameters cannot be checked before the graph runs. Its answer in this call is assumed, as is
+that of a test of finite values (`finite_checks`): parameters change little from call to call, and so do buffers, of
+which I-BERT tests hundreds.
+
 A condition may also be an expression over data-dependent sizes and items, such as `nonzero(mask).size(0) > 0`. Its
 answer is a fact that the rest of the trace, and the proof of the graph, may use.
 """
@@ -28,13 +32,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.fx.node import map_arg
 
 from onnxtrain.capture import source_location
-from onnxtrain.capture.guards.finite_checks import answer_if_finite
+from onnxtrain.capture.guards.finite_checks import AssumedAnswer, answer_if_finite
 from onnxtrain.capture.guards.repeated_items import RepeatedItems
 from onnxtrain.capture.guards.sample_ranges import certain_answer
 from onnxtrain.capture.guards.shape_proof import same_constant
 from onnxtrain.capture.guards.size_decisions import is_by_user
 from onnxtrain.capture.guards.sizes_from_inputs import read_sizes_from_inputs, slice_length
-from onnxtrain.capture.guards.traced_graph import Buffer, TracedGraph
+from onnxtrain.capture.guards.traced_graph import Buffer, TracedGraph, TracedState
 from onnxtrain.errors import CaptureError
 from onnxtrain.ops.python_function.node import TORCH_OP
 from onnxtrain.ops.python_function.run_context import untraced
@@ -50,6 +54,7 @@ from onnxtrain.torch_compat.symbols import (
 
 _MAX_DECISIONS = 32
 _MAX_NODES = 64  # per decision, because the guard runs on every call; Longformer's take 45
+_MAX_ASSUMED = 512  # a loop until something converges may never end; I-BERT with 12 layers has 270
 _TENSOR_BOOL = torch.Tensor.__bool__
 
 
@@ -77,6 +82,7 @@ class ElementDecision:
         answer: what forward got during the capture: a truth value, or the number if the condition is one.
         where: the source location of the test.
         condition: what is read of the values that the graph computes; None for the truth value of its tensor.
+        is_assumed: whether it is no guard: the answer of the captured call is assumed, and checked by each call.
     """
 
     graph: torch.fx.GraphModule
@@ -84,6 +90,7 @@ class ElementDecision:
     answer: int
     where: str
     condition: _Condition | None = None
+    is_assumed: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -131,6 +138,7 @@ class ElementDecisions:
     Args:
         tensors: the call's tensors.
         may_assume: whether tests of finite values have an assumed answer, which each call has to check.
+        may_assume_values: whether tests of other values that depend on the module's parameters have one, too.
         with_checks: whether checks of data-dependent sizes in the user's code (`torch._check`) are decisions, too.
             Without them, the graph is for inputs that pass all checks, and does not repeat them.
 
@@ -139,19 +147,28 @@ class ElementDecisions:
         unanswered_checks: the number of checks that are no decisions, in the last trace.
         is_undecided: whether the last trace stopped at a decision without one.
         facts: what the answers say of the data-dependent sizes of the last trace.
-        assumed: the tests of finite values in the last trace: the tested tensor, its assumed answer, and where.
+        assumed: the tests with an assumed answer in the last trace: the tested tensor, and the answer without an index.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, may_assume: bool = False, with_checks: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        may_assume: bool = False,
+        may_assume_values: bool = False,
+        with_checks: bool = False,
+    ) -> None:
         self.answered: list[ElementDecision] = []
         self.unanswered_checks = 0
         self.is_undecided = False
         self.facts: list[sympy.Basic] = []
-        self.assumed: list[tuple[torch.Tensor, bool, str]] = []
+        self.assumed: list[tuple[torch.Tensor, AssumedAnswer]] = []
         self._tensors = tensors
         self._traced: Sequence[torch.Tensor] = ()
+        self._state: Sequence[TracedState] = ()
         self._items = RepeatedItems()
         self._may_assume = may_assume
+        self._may_assume_values = may_assume_values
         self._with_checks = with_checks
         self._is_telling = False
         self._next = 0
@@ -165,19 +182,25 @@ class ElementDecisions:
         """The number of tests in the current trace."""
         return self._next + len(self.assumed)
 
+    @property
+    def guards(self) -> list[ElementDecision]:
+        """The decisions that are guards."""
+        return [decision for decision in self.answered if not decision.is_assumed]
+
     @contextmanager
-    def answering(self, traced: Sequence[torch.Tensor]) -> Iterator[None]:
+    def answering(self, traced: Sequence[torch.Tensor], state: Sequence[TracedState]) -> Iterator[None]:
         """Answer the tests of forward while this is held.
 
         Args:
             traced: the call's tensors in the trace.
+            state: the module's parameters and buffers in the trace.
 
         Raises:
             UndecidedError: a test has no answer yet.
         """
         self._next, self.is_undecided, self._unanswered, self.facts = 0, False, None, []
         self.unanswered_checks, self.assumed, self._known_answers = 0, [], {}
-        self._traced, self._items = traced, RepeatedItems()
+        self._traced, self._state, self._items = traced, state, RepeatedItems()
         tracer = proxy_tensor.get_proxy_mode()
         stack = getattr(getattr(tracer, "tracer", None), "module_stack", {})
         depth = len(stack)
@@ -212,15 +235,21 @@ class ElementDecisions:
             return certain
         finite = answer_if_finite(tensor) if self._may_assume else None
         if finite is not None:
-            self.assumed.append(((tensor != 0).reshape(()), finite, source_location.of_caller() or ""))
-            return finite
+            return self._assume(tensor, finite, source_location.of_caller() or "", is_of_finite=True)
         if self._next == len(self.answered):
             where = source_location.of_caller() or ""
             if not self._decide_at_once([tensor], None, where):
                 self.is_undecided, self._where, self._expression = True, where, None
                 raise UndecidedError(tensor)
         self._next += 1
-        return bool(self.answered[self._next - 1].answer)
+        decision = self.answered[self._next - 1]
+        if decision.is_assumed:
+            return self._assume(tensor, bool(decision.answer), decision.where, is_of_finite=False)
+        return bool(decision.answer)
+
+    def _assume(self, tensor: torch.Tensor, answer: bool, where: str, *, is_of_finite: bool) -> bool:
+        self.assumed.append(((tensor != 0).reshape(()), AssumedAnswer(-1, answer, where, is_of_finite)))
+        return answer
 
     def _evaluate(self, original: Callable[..., Any], env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace `ShapeEnv.evaluate_expr`: where it cannot, answer for the values of this call.
@@ -291,7 +320,7 @@ class ElementDecisions:
 
     def _decide_at_once(self, read: Sequence[Any], expr: Any, where: str) -> bool:
         """Answer a decision by what is traced so far, so that forward need not be traced again, if that is possible."""
-        graph = TracedGraph.of_running_trace(self._traced, read)
+        graph = TracedGraph.of_running_trace(self._traced, read, self._state)
         if graph is None:
             return False
         try:
@@ -312,9 +341,13 @@ class ElementDecisions:
 
     def _append(self, traced: TracedGraph, expr: Any, where: str) -> None:
         condition = None if expr is None else _condition(traced.inputs, expr, where)
-        graph, lifted = _guard(traced, where, len(self.answered), is_number=expr is not None and not _is_truth(expr))
-        answer = _read(graph, lifted, self._tensors, condition)
-        self.answered.append(ElementDecision(graph, lifted, answer, where, condition))
+        guard = _guard(traced, len(self.guards), is_number=expr is not None and not _is_truth(expr))
+        is_assumed = bool(guard.obstacle) and expr is None and self._may_assume_values and guard.is_of_module
+        if guard.obstacle and (not is_assumed or len(self.answered) >= _MAX_ASSUMED):
+            raise _undecidable(guard.obstacle, where)
+        answer = _read(guard.graph, guard.values, self._tensors, condition)
+        lifted = () if is_assumed else guard.lifted
+        self.answered.append(ElementDecision(guard.graph, lifted, answer, where, condition, is_assumed))
 
 
 def _same_lifted(one: Any, other: Any) -> bool:
@@ -388,9 +421,27 @@ def _is_decidable(expr: Any) -> bool:
     return is_exact and bool(expr.is_integer)
 
 
-def _guard(
-    traced: TracedGraph, where: str, answered: int, *, is_number: bool
-) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
+@dataclass(frozen=True)
+class _Guard:
+    """A graph of a decision.
+
+    Attributes:
+        graph: see `ElementDecision`.
+        lifted: see `ElementDecision`.
+        values: the tensors of `lifted`, and the parameters that the graph reads.
+        obstacle: why it cannot be a guard; "" if it can.
+        is_of_module: whether it depends on parameters or buffers, which change little from call to call, is a function
+            of them and the inputs, and all values are known.
+    """
+
+    graph: torch.fx.GraphModule
+    lifted: tuple[Any, ...]
+    values: tuple[Any, ...]
+    obstacle: str
+    is_of_module: bool
+
+
+def _guard(traced: TracedGraph, guards: int, *, is_number: bool) -> _Guard:
     graph = traced.module
     read_sizes_from_inputs(graph.graph, traced.inputs)
     _remove_unread(graph.graph)
@@ -399,20 +450,27 @@ def _guard(
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     others = [node for node in graph.graph.find_nodes(op="placeholder") if node not in traced.inputs]
     lifted = [traced.constants.get(node) if node.users else None for node in others]
+    values = [traced.values.get(node) if node.users else None for node in others]
     reads_parameters = any(node.users and node not in traced.constants for node in others)
-    obstacle = _obstacle(calls, answered, reads_parameters=reads_parameters)
-    if is_number and any(isinstance(constant, Buffer) for constant in lifted):  # such as a count of steps
+    reads_buffers = any(isinstance(constant, Buffer) for constant in lifted)
+    impure = _impure(calls)
+    obstacle = impure or _obstacle(calls, guards, reads_parameters=reads_parameters)
+    if is_number and reads_buffers:  # such as a count of steps
         obstacle = obstacle or "a number that depends on the module's buffers"
-    if obstacle:
-        raise CaptureError(
-            "forward branches in Python on tensor values (data-dependent control flow)",
-            where=where,
-            expected=f"at most {_MAX_DECISIONS} branches, on values that {_MAX_NODES} operators compute from inputs "
-            "and buffers",
-            got=obstacle,
-            todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
-        )
-    return graph, tuple(lifted)
+    is_known = all(value is not None for node, value in zip(others, values, strict=True) if node.users)
+    is_of_module = (reads_parameters or reads_buffers) and is_known and not impure
+    return _Guard(graph, tuple(lifted), tuple(values), obstacle, is_of_module)
+
+
+def _undecidable(obstacle: str, where: str) -> CaptureError:
+    return CaptureError(
+        "forward branches in Python on tensor values (data-dependent control flow)",
+        where=where,
+        expected=f"at most {_MAX_DECISIONS} branches, on values that {_MAX_NODES} operators compute from inputs and "
+        "buffers",
+        got=obstacle,
+        todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
+    )
 
 
 def _write_into_copies(graph: torch.fx.Graph) -> None:
@@ -469,15 +527,20 @@ def _remove_unread(graph: torch.fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _obstacle(calls: Sequence[torch.fx.Node], answered: int, *, reads_parameters: bool) -> str:
-    """Say why a decision cannot become a guard; "" if it can."""
+def _obstacle(calls: Sequence[torch.fx.Node], guards: int, *, reads_parameters: bool) -> str:
+    """Say why a decision that is pure cannot become a guard; "" if it can."""
     if reads_parameters:
         return "a decision that depends on the module's parameters"
-    if answered == _MAX_DECISIONS:
+    if guards == _MAX_DECISIONS:
         return f"more than {_MAX_DECISIONS} decisions"
     operators = sum(isinstance(node.meta.get("val"), torch.Tensor) for node in calls)  # without arithmetic of sizes
     if operators > _MAX_NODES:
         return f"a decision that takes {operators} operators"
+    return ""
+
+
+def _impure(calls: Sequence[torch.fx.Node]) -> str:
+    """Say which operator of a decision does more than to compute its results; "" if none does."""
     impure = next((node.target for node in calls if not _is_pure(node)), None)
     if impure is None:
         return ""

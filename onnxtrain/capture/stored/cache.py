@@ -148,7 +148,7 @@ class CaptureCache:
         if captured.guards.elements:
             raise NotStorableError("forward branches on elements of its arguments")
         if captured.assumed:
-            raise NotStorableError("forward branches on whether values are finite")
+            raise NotStorableError("forward branches on values, and the graph assumes the answer")
         paths = {id(module): path for path, module in submodules(self._module)}
         names = tuple(source.name for source in captured.sources if source.kind != "input")
         conditions = entry.Conditions(
