@@ -11,7 +11,7 @@ import torch
 
 from onnxtrain.capture.blocks.hidden_parameters import HiddenParameters
 from onnxtrain.capture.blocks.module_tensors import ModuleTensors
-from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes, find_assigned_attributes
+from onnxtrain.capture.effects.assigned_attributes import AssignedAttributes, find_assigned_attributes, results_of
 from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
 from onnxtrain.capture.effects.layout_changes import Layouts
@@ -103,8 +103,13 @@ class Wrapper(torch.nn.Module):
                 todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",
             )
         set_first = self.accesses.set_first()
-        assigned_sizes, assigned = find_assigned_attributes(self.module, set_first)
-        self.output.assigned, self.output.assigned_sizes = assigned, len(assigned_sizes)
+        assigned_tensors, assigned_sizes, assigned = find_assigned_attributes(self.module, set_first)
+        own_tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results = own_tensors.copy()
+        self.output.assigned = replace(assigned, results=results_of(assigned_tensors, results))
+        self.output.assigned_sizes = len(assigned_sizes)
+        self.output.structure.names += tuple(f"attribute_{i}" for i in range(len(results) - len(own_tensors)))
+        leaves = [*results, *leaves[len(own_tensors) :]]
         side_effects.check(assigned.of(self.module), set_first)
         refuse_moved_results(leaves, [*tensors, *self.module.parameters(), *self.module.buffers()])
         layouts.check()

@@ -19,6 +19,7 @@ import torch
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.capture import Captured, capture
+from onnxtrain.capture.effects.assigned_attributes import results_of
 from onnxtrain.capture.effects.side_effects import AssignmentError, FirstCallError, SideEffectError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, is_capturing
 from onnxtrain.capture.guards.finite_checks import WrongAnswerError
@@ -579,8 +580,10 @@ def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure,
             if s.kind not in ("part", "outside")
         }
         args, kwargs = structure.unflatten(tensors[len(tensors) - inputs :])
-        leaves, _ = flatten_output(torch.func.functional_call(subject, state, args, kwargs))
-        tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        with captured.assigned.kept(module) as assigned_tensors:
+            leaves, _ = flatten_output(torch.func.functional_call(subject, state, args, kwargs))
+            tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            results_of(assigned_tensors(), tensor_leaves)
         tensor_leaves += [torch.tensor(each.answer) for each in captured.assumed]
         return tensor_leaves if captured.kept_results is None else [tensor_leaves[i] for i in captured.kept_results]
 

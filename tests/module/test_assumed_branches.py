@@ -25,7 +25,7 @@ class Doubles(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        hidden: torch.Tensor = self.inner(x)
+        hidden: torch.Tensor = nn.functional.dropout(self.inner(x), 0.0)  # which does not sample
         if hidden.sum() > 0:
             hidden = hidden * 2
         return nn.functional.dropout(hidden, 0.5) + self.calls

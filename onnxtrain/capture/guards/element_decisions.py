@@ -5,8 +5,8 @@ branch is captured as a small graph to the tensor that Python tests, from the ar
 that graph becomes a guard. Its value in this call is computed from what the trace has recorded so far; where that is
 not possible, as for a buffer, forward is traced up to the condition, and then again with the answer.
 
-A condition that depends on parameters cannot be checked before the graph runs. Its answer in this call is assumed, as is
-that of a test of finite values (`finite_checks`): parameters change little from call to call, and so do buffers, of
+A condition that depends on parameters cannot be checked before the graph runs. Its answer in this call is assumed, as
+is that of a test of finite values (`finite_checks`): parameters change little from call to call, and so do buffers, of
 which I-BERT tests hundreds.
 
 A condition may also be an expression over data-dependent sizes and items, such as `nonzero(mask).size(0) > 0`. Its
@@ -53,9 +53,15 @@ from onnxtrain.torch_compat.symbols import (
 )
 
 _MAX_DECISIONS = 32
-_MAX_NODES = 64  # per decision, because the guard runs on every call; Longformer's take 45
+_MAX_NODES = 96  # per decision, because the guard runs on every call; those of Longformer take 76
 _MAX_ASSUMED = 512  # a loop until something converges may never end; I-BERT with 12 layers has 270
 _TENSOR_BOOL = torch.Tensor.__bool__
+_DROPOUTS = {
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.alpha_dropout.default,
+    torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.feature_alpha_dropout.default,
+}
 
 
 @dataclass(frozen=True)
@@ -550,13 +556,26 @@ def _impure(calls: Sequence[torch.fx.Node]) -> str:
     return f"a decision by {impure}, which {'samples random numbers' if is_random else 'changes a tensor in place'}"
 
 
+def _samples(node: torch.fx.Node) -> bool:
+    """Return whether an operator takes samples: a dropout does not, at probability 0 or outside of training."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target in _DROPOUTS and len(node.args) == 3:
+        _, p, is_training = node.args
+        return bool(p != 0 and is_training is not False)
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(p != 0)
+    return True
+
+
 def _is_pure(node: torch.fx.Node) -> bool:
     target: Any = node.target
     if target is TORCH_OP:
         return False
     if not isinstance(target, OpOverload):
         return target is slice_length or getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
-    return torch.Tag.nondeterministic_seeded not in target.tags and all(map(_is_temporary, _written(node)))
+    return not _samples(node) and all(map(_is_temporary, _written(node)))
 
 
 def _is_temporary(written: Any) -> bool:

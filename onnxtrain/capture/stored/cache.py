@@ -147,6 +147,8 @@ class CaptureCache:
     def _store(self, key: str, captured: Captured, code: ExecutedCode) -> Captured:
         if captured.guards.elements:
             raise NotStorableError("forward branches on elements of its arguments")
+        if captured.assigned.results:
+            raise NotStorableError("forward sets an attribute to a tensor")
         if captured.assumed:
             raise NotStorableError("forward branches on values, and the graph assumes the answer")
         paths = {id(module): path for path, module in submodules(self._module)}
