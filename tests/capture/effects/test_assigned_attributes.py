@@ -139,7 +139,25 @@ class SetsListOfTensors(Base):
         return hidden[0] + hidden[1]
 
 
+class ReadsConfiguration(Base):
+    """As the models of diffusers, whose `__getattr__` first looks for the name among the attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configuration = {"width": WIDTH}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__["configuration"] and name not in self.__dict__:
+            return self.__dict__["configuration"][name]
+        return super().__getattr__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.value = [x.size(0)]
+        return self.inner(x) * self.width  # type: ignore[no-any-return]
+
+
 KINDS = (
+    ReadsConfiguration,
     *(SetsTensor, SetsState, SetsLists, SetsListOfTensors),
     *(SetsSize, SetsAndMultiplies, SetsConstants, SetsInSubmodule, SetsAtSomeSizes, SetsByElements),
     *(SetsInEachBlock, SetsConstantInEachBlock),
@@ -217,6 +235,32 @@ class ReadsInDictionary(Base):
         return self.inner(x) + previous
 
 
+class ReadsInGetattr(Base):
+    """Reads a value of the previous call, or all values, in `__getattr__`."""
+
+    reads: Any = staticmethod(lambda attributes: attributes.get("value"))
+
+    def __getattr__(self, name: str) -> Any:
+        return type(self).reads(self.__dict__) or 0 if name == "previous" else super().__getattr__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        previous = self.previous
+        self.value = x.size(0)
+        return self.inner(x) + previous  # type: ignore[no-any-return]
+
+
+class ReadsItemsInGetattr(ReadsInGetattr):
+    reads = staticmethod(lambda attributes: dict(attributes)["value"])
+
+
+class ReadsMergedInGetattr(ReadsInGetattr):
+    reads = staticmethod(lambda attributes: {**attributes}["value"])
+
+
+class ReadsValuesInGetattr(ReadsInGetattr):
+    reads = staticmethod(lambda attributes: sum(v for v in attributes.values() if type(v) is int))
+
+
 class OwnReads(Base):
     """Reads that PyTorch's `__getattribute__` does not see."""
 
@@ -247,7 +291,10 @@ class SetsSharedList(Base):
 
 @pytest.mark.parametrize(
     "kind",
-    [ReadsBefore, ReadsInDictionary, OwnReads, SetsTensorAtSomeSizes, SetsSharedList],
+    [
+        *(ReadsBefore, ReadsInDictionary, ReadsInGetattr, ReadsItemsInGetattr, ReadsMergedInGetattr),
+        *(ReadsValuesInGetattr, OwnReads, SetsTensorAtSomeSizes, SetsSharedList),
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_other_state_is_as_in_eager(kind: type[Base]) -> None:
