@@ -53,24 +53,30 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class AssumedAnswer:
-    """What a graph assumes that forward gets where it tests whether values are finite.
+    """What a graph assumes that forward gets where it branches on a tensor's value.
 
     Attributes:
         result: the index of the tested tensor among the graph's results.
         answer: its assumed truth value.
         where: the source location of the test.
+        is_of_finite: whether it is a test of finite values. Any other has the answer of the captured call, and another
+            answer is likely to last.
     """
 
     result: int
     answer: bool
     where: str
+    is_of_finite: bool = True
 
 
 class WrongAnswerError(Exception):
-    """A call tests whether values are finite, and the answer is not the one that its graph assumes."""
+    """A call branches on a tensor's value, and the answer is not the one that its graph assumes."""
 
     def __init__(self, assumed: AssumedAnswer) -> None:
-        super().__init__(f"forward branches otherwise at {assumed.where}: its values are not finite as before")
+        why = "its values are not finite as before"
+        if not assumed.is_of_finite:
+            why = "the answer depends on the module's parameters or buffers, and has changed"
+        super().__init__(f"forward branches otherwise at {assumed.where}: {why}")
         self.assumed = assumed
 
 
