@@ -10,7 +10,9 @@ from tests.model_sweep.training import trained
 # The class, and its mechanism.
 MODELS = {
     "BambaForCausalLM": "layers of Mamba 2 and of attention",
+    "FunnelForSequenceClassification": "pooling of tokens between layers, state that forward sets once",
     "Gemma4UnifiedForCausalLM": "heads of two widths, a window in every second layer",
+    "HGNetV2Backbone": "a stem of two branches, convolutions with batch norms",
     "HubertForCTC": "masks of spans that numpy samples in forward, of the lengths that the graph computes",
     "JetMoeForCausalLM": "experts of attention and of the feed-forward layer, by the number of selected tokens",
     "LEDForConditionalGeneration": "chunks that overlap in memory, a branch on whether a token has global attention",
@@ -19,6 +21,7 @@ MODELS = {
     "PegasusXForConditionalGeneration": "blocks of local attention with global tokens",
     "Qwen2MoeForCausalLM": "experts beside a shared one",
     "Qwen3NextForCausalLM": "gated delta nets in chunks",
+    "SeamlessM4TForTextToText": "sinusoidal positions that depend on padding",
     "UniSpeechForCTC": "masks of spans that numpy samples, before a quantizer",
     "Wav2Vec2ForCTC": "masks of spans that numpy samples, with an adapter",
 }
