@@ -22,7 +22,8 @@ from onnxtrain.cli.model import LoadedModel, loss_of, model_arguments, model_of
 from onnxtrain.cli.page import write_page
 from onnxtrain.errors import OptionError
 from onnxtrain.execute.compiled import Compiled
-from onnxtrain.frontend.engine import Engine, EntryPoint
+from onnxtrain.frontend.engine import Engine
+from onnxtrain.frontend.entry_point import EntryPoint
 from onnxtrain.observe.memory_page import COLUMNS, Chart, Tile, cells, render
 from onnxtrain.observe.memory_timeline import TensorGroup, as_bytes
 from onnxtrain.observe.step_memory import (

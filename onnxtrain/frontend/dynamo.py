@@ -22,7 +22,8 @@ import torch
 from onnxtrain.capture.export.dynamo_graph import dynamo_module
 from onnxtrain.capture.export.torch_reports import logged_as_info
 from onnxtrain.errors import OptionError
-from onnxtrain.frontend.engine import Call, Engine, EntryPoint
+from onnxtrain.frontend.engine import Engine
+from onnxtrain.frontend.entry_point import Call, EntryPoint
 from onnxtrain.options import Options
 from onnxtrain.options.without_effect import DORT_OPTIONS, warn_ineffective
 from onnxtrain.report import CompileReport

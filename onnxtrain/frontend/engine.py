@@ -11,9 +11,9 @@ import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -45,9 +45,9 @@ from onnxtrain.errors import (
     SlowCaptureError,
 )
 from onnxtrain.execute.compiled import Compiled, assigning, undoing_samples
-from onnxtrain.execute.cuda_recorder import Recorders
 from onnxtrain.execute.unit_builder import Rerun
 from onnxtrain.frontend.eager_operators import with_eager_operators
+from onnxtrain.frontend.entry_point import Call, EntryPoint
 from onnxtrain.graph.values import ATEN
 from onnxtrain.log import LOG
 from onnxtrain.observe import logs
@@ -143,41 +143,9 @@ def _no_guards(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def _always_capture() -> None:
-    return None
-
-
 _MAX_FIRST_CALLS = 4  # with one key, in which forward changes the module so that the next call is another graph
 _NOTABLE_S = 5.0  # ranks may differ by the time of a step
 _MAX_PATIENCE = 256  # making a fast path takes as long as a hundred calls without it
-
-
-Call: TypeAlias = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class EntryPoint:
-    """How an entry point wants its module run.
-
-    Attributes:
-        in_torch: runs the module in eager PyTorch; set if the module's own hooks run around the graph, else None.
-        fixed_sizes: indices of the call's tensors whose sizes never change.
-        pieces: turns a function into one that runs as graphs between graph breaks; None: no graph breaks.
-        is_part: whether the module is only part of the user's model, so that its first graph is one of several.
-        is_piece: whether the module is a piece between graph breaks: the user was warned, so failures are only logged.
-        twins: units of other modules that can be reused if the graph is the same, by their other dependencies.
-        recorders: records CUDA graphs of this module and of others of the user's model.
-        instead_of_capture: called before a capture; returns another way to run the call, if there is a better one now.
-    """
-
-    in_torch: Call | None = None
-    fixed_sizes: frozenset[int] = frozenset()
-    pieces: Callable[[Call], Call] | None = None
-    is_part: bool = False
-    is_piece: bool = False
-    twins: dict[Any, list[Compiled]] = field(default_factory=dict)
-    recorders: Recorders = field(default_factory=Recorders)
-    instead_of_capture: Callable[[], Call | None] = _always_capture
 
 
 class Engine:
@@ -199,7 +167,7 @@ class Engine:
             None if options.cache_dir is None or self._entry_point.is_piece else CaptureCache(options.cache_dir, module)
         )
         self._recaptures = Recaptures(module)
-        self._may_omit = may_omit_blocks(options, type(module).__name__)
+        self._may_omit = self._entry_point.omits_blocks
         self._may_assume_values = True
         self._calls = 0
         self.captures = 0
@@ -408,7 +376,8 @@ class Engine:
 
         def make(run: ForwardCall | None) -> Captured:
             arguments = self._module, structure, tensors, watch, suggested, run, fixed, True, True
-            return with_eager_operators(lambda: capture(*arguments, self._may_assume_values, self._may_omit))
+            may_omit = self._may_omit and may_omit_blocks(self._options, type(self._module).__name__)
+            return with_eager_operators(lambda: capture(*arguments, self._may_assume_values, may_omit))
 
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
 

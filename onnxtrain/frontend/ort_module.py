@@ -29,7 +29,8 @@ from onnxtrain.errors import ORTModuleTorchModelException
 from onnxtrain.frontend import zero3
 from onnxtrain.frontend.blocks import blocks_of, reason_of_hooks
 from onnxtrain.frontend.dynamo import pieces
-from onnxtrain.frontend.engine import Engine, EntryPoint, set_up
+from onnxtrain.frontend.engine import Engine, set_up
+from onnxtrain.frontend.entry_point import EntryPoint
 from onnxtrain.frontend.region import install_in
 from onnxtrain.options import FallbackPolicy, Options
 from onnxtrain.options.debug_options import DebugOptions

@@ -20,7 +20,7 @@ from onnxtrain.capture.refusals import refuse_module
 from onnxtrain.capture.sharded.layout import gathering_of
 from onnxtrain.errors import OptionError, ORTModuleTorchModelException
 from onnxtrain.frontend.blocks import blocks_of, reason_of_hooks
-from onnxtrain.frontend.engine import Call
+from onnxtrain.frontend.entry_point import Call
 from onnxtrain.frontend.ort_module import ORTModule
 from onnxtrain.frontend.region import KEY, RegionForward, Twins, install_in
 from onnxtrain.options import Options

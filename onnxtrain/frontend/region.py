@@ -14,7 +14,8 @@ from onnxtrain.execute.compiled import Compiled
 from onnxtrain.execute.cuda_recorder import Recorders
 from onnxtrain.frontend import zero3
 from onnxtrain.frontend.dynamo import pieces
-from onnxtrain.frontend.engine import Call, Engine, EntryPoint, set_up
+from onnxtrain.frontend.engine import Engine, set_up
+from onnxtrain.frontend.entry_point import Call, EntryPoint
 from onnxtrain.options import Options
 from onnxtrain.report import Region
 from onnxtrain.torch_compat.dynamo import untraced

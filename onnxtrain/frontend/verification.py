@@ -27,7 +27,8 @@ from onnxtrain.capture.structure import flatten_call, flatten_output
 from onnxtrain.errors import OptionError
 from onnxtrain.execute.program import Program
 from onnxtrain.execute.tolerance import error_and_bound, is_noise, noisiest, perturbed
-from onnxtrain.frontend.engine import Engine, EntryPoint
+from onnxtrain.frontend.engine import Engine
+from onnxtrain.frontend.entry_point import EntryPoint
 from onnxtrain.frontend.ort_module import ORTModule
 from onnxtrain.frontend.prepare import unprepare
 from onnxtrain.graph import traversal
@@ -148,7 +149,9 @@ def verify(model: torch.nn.Module, batch: Any, **options: Any) -> Verdict:
             todo="Let forward return the tensors to compare.",
         )
     if not verdict.is_right:
-        captured = engine.newest().captured
+        whole = Engine(module, settings, EntryPoint(is_part=True, omits_blocks=False))
+        whole(args, kwargs)
+        captured = whole.newest().captured
         verdict = Verdict(verdict.tensors, _first_operator(captured, eager, flatten_call(args, kwargs)[0]))
     print(verdict)  # noqa: T201  documented behaviour
     return verdict

@@ -11,7 +11,9 @@ from torch import nn
 
 import onnxtrain
 from onnxtrain import ORTModule
+from onnxtrain.capture.capture import Captured
 from onnxtrain.errors import ORTModuleFallbackException
+from onnxtrain.frontend import verification
 from onnxtrain.ops.definition import Call
 from onnxtrain.ops.registry import OPS
 
@@ -98,3 +100,19 @@ def test_a_module_that_cannot_be_captured_is_an_error() -> None:
 
     with pytest.raises(ORTModuleFallbackException):
         onnxtrain.verify(Decides(), torch.randn(3))
+
+
+def test_the_first_difference_is_found_among_omitted_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph that is compared operator by operator has all blocks."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(13)))
+    captured: list[Captured] = []
+    first_operator = verification._first_operator
+
+    def observed(graph: Captured, *arguments: Any) -> Any:
+        captured.append(graph)
+        return first_operator(graph, *arguments)
+
+    monkeypatch.setattr(verification, "_first_operator", observed)
+    monkeypatch.setattr(verification.Verdict, "is_right", property(lambda _: False))
+    onnxtrain.verify(model, torch.randn(3, 8))
+    assert [graph.omitted for graph in captured] == [()]
