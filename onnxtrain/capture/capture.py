@@ -124,7 +124,7 @@ class Captured:
         stored_name: the name of the stored capture that this one was loaded from or saved as; "" if there is none.
         written_views: results that are views of tensors that `mutations` change.
         assigned: attributes of modules that each call assigns; not among `reads`.
-        assumed: the answers of forward's tests of finite values, which each call has to check.
+        assumed: the answers of forward's tests that are no guards, which each call has to check.
         omitted: repeated blocks that `model` does not contain; `plan.omitted_blocks` inserts them.
     """
 
@@ -189,6 +189,7 @@ def capture(
     fixed_sizes: Collection[int] = (),
     outside_is_input: bool = False,
     may_assume: bool = False,
+    may_assume_values: bool = False,
     may_omit: bool = False,
 ) -> Captured:
     """Capture `module` for inputs of this structure.
@@ -204,6 +205,7 @@ def capture(
         outside_is_input: whether tensors that forward reads from outside the module become graph inputs; otherwise
             they become constants.
         may_assume: whether the graph may assume answers that each call has to check (`Captured.assumed`).
+        may_assume_values: whether it may assume those of this call where they depend on the module's parameters.
         may_omit: whether the graph may lack repeated blocks (`Captured.omitted`).
 
     Raises:
@@ -212,12 +214,12 @@ def capture(
     """
     refuse_if_lacking()
     start = time.perf_counter()
-
     limits = _Limits(outside_is_input, may_omit)
+    undecided = partial(ElementDecisions, tensors, may_assume=may_assume, may_assume_values=may_assume_values)
     decisions: list[ElementDecisions] = []
 
     def wrap(with_checks: bool, fixes_inputs: bool = False) -> Wrapper:
-        elements = ElementDecisions(tensors, may_assume=may_assume, with_checks=with_checks, fixes_inputs=fixes_inputs)
+        elements = undecided(with_checks=with_checks, fixes_inputs=fixes_inputs)
         decisions.append(elements)
         return Wrapper(module, structure, side_effects, call_forward, elements)
 
@@ -340,7 +342,7 @@ def _capture(wrapper: Wrapper, decisions: SizeDecisions, limits: _Limits) -> Cap
         with part("conversion to ONNX"):
             converted = convert(program, type(module).__name__)
         names = input_names(module.forward, structure)
-        answered = wrapper.elements.all
+        answered = wrapper.elements.guards
         with logged_as_info(), part("guards"):  # operators may fail on the fake tensors of a proof
             guards = compile_guards(program, names, decisions, traced, answered, wrapper.elements.facts)
         if limits.outside_is_input:
@@ -493,7 +495,7 @@ def _with_reassigned(graph: ir.Graph, sources: tuple[Source, ...], assigned: Ass
     added: list[Source] = []
     for each in assigned.tensors:
         source = Source("attribute", each.path)
-        if each.before is not None and source not in sources:
+        if source not in sources:
             value = ir.Value(name=each.path)
             set_type(value, tensor_type(each.before))
             graph.inputs.insert(first_of_call + len(added), value)

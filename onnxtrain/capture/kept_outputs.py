@@ -82,6 +82,8 @@ def keep_outputs(captured: Captured, names: Sequence[str] | None) -> Captured:
     tree = _drop(captured.output.tree, "", names, new_indices)
     graph = captured.model.graph
     outputs = list(graph.outputs)
+    for index in captured.assigned.results:
+        new_indices.setdefault(index, len(new_indices))
     kept = (*new_indices, *(each.result for each in captured.assumed))
     graph.outputs.clear()
     graph.outputs.extend([*(outputs[i] for i in kept), *outputs[captured.result_count :]])
@@ -92,6 +94,7 @@ def keep_outputs(captured: Captured, names: Sequence[str] | None) -> Captured:
         mutations=tuple(replace(m, output=m.output - dropped) for m in captured.mutations),
         output=OutputStructure(tree, tuple(captured.output.names[i] for i in kept)),
         assumed=tuple(replace(each, result=kept.index(each.result)) for each in captured.assumed),
+        assigned=replace(captured.assigned, results=tuple(new_indices[i] for i in captured.assigned.results)),
         kept_results=kept,
         written_views=tuple(
             replace(v, result=new_indices[v.result]) for v in captured.written_views if v.result in new_indices

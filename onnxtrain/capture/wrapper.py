@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -10,10 +10,12 @@ from typing import Any, TypeAlias
 import torch
 
 from onnxtrain.capture.blocks.hidden_parameters import HiddenParameters
+from onnxtrain.capture.blocks.module_tensors import ModuleTensors
 from onnxtrain.capture.effects.assigned_attributes import (
     AssignedAttributes,
     find_assigned_attributes,
-    find_assigned_tensors,
+    find_reassigned_tensors,
+    results_of,
     tensor_attributes,
 )
 from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
@@ -22,7 +24,7 @@ from onnxtrain.capture.effects.layout_changes import Layouts
 from onnxtrain.capture.effects.side_effects import SideEffects
 from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
 from onnxtrain.capture.guards.finite_checks import AssumedAnswer
-from onnxtrain.capture.key.attribute_accesses import AttributeAccesses
+from onnxtrain.capture.key.attribute_accesses import Attribute, AttributeAccesses
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.refusals import refuse_moved_results
 from onnxtrain.capture.sharded.gathered import sharded_parameters
@@ -79,6 +81,7 @@ class Wrapper(torch.nn.Module):
         self.fakes = CreatedFakes()
         self.module = module
         self.hidden = HiddenParameters(self)
+        self.__dict__["_tensors"] = ModuleTensors(self)
         self.structure = structure
         self.output = OutputHolder()
 
@@ -94,7 +97,8 @@ class Wrapper(torch.nn.Module):
         tensors_before = tensor_attributes(self.module)
         self.fakes.begin()
         try:
-            with self.elements.answering(tensors), self.hidden.during_forward(), self.__dict__["_as_values"]():
+            answering = self.elements.answering(tensors, self.__dict__["_tensors"].traced())
+            with answering, self.hidden.during_forward(), self.__dict__["_as_values"]():
                 leaves, self.output.structure = flatten_output(self.__dict__["_call_forward"](*args, **kwargs))
         except UndecidedError as decision:
             return [*decision.tensors]
@@ -106,11 +110,8 @@ class Wrapper(torch.nn.Module):
                 todo="the module runs in PyTorch; a module without tensors gains nothing from a graph",
             )
         set_first = self.accesses.set_first()
-        assigned_sizes, assigned = find_assigned_attributes(self.module, set_first)
-        if self.elements.values is not None:
-            found = self.module, self.elements.values, self.accesses.sets, set_first, tensors_before
-            assigned = replace(assigned, tensors=find_assigned_tensors(*found))
-        self.output.assigned, self.output.assigned_sizes = assigned, len(assigned_sizes)
+        leaves, assigned_sizes = self._find_assigned(leaves, set_first, tensors_before)
+        assigned = self.output.assigned
         side_effects.check(assigned.of(self.module), set_first)
         refuse_moved_results(leaves, [*tensors, *self.module.parameters(), *self.module.buffers()])
         layouts.check()
@@ -128,9 +129,26 @@ class Wrapper(torch.nn.Module):
         self.fakes.record_held([*leaves, *tensors, *tested])
         return [*leaves, *assigned_sizes, *tested]
 
+    def _find_assigned(
+        self, leaves: list[Any], set_first: set[Attribute], before: Mapping[Attribute, torch.Tensor]
+    ) -> tuple[list[Any], list[torch.SymInt]]:
+        """Let the output hold the attributes that forward assigned; return its leaves with their tensors, and sizes."""
+        tensors, sizes, assigned = find_assigned_attributes(self.module, set_first)
+        own = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results = own.copy()
+        assigned = replace(assigned, results=results_of(tensors, results))
+        if self.elements.values is not None:
+            reassigned = find_reassigned_tensors(
+                self.module, self.elements.values, self.accesses.sets - set_first, before
+            )
+            assigned = replace(assigned, tensors=reassigned)
+        self.output.assigned, self.output.assigned_sizes = assigned, len(sizes)
+        self.output.structure.names += tuple(f"attribute_{i}" for i in range(len(results) - len(own)))
+        return [*results, *leaves[len(own) :]], sizes
+
     def _assume(self, output: OutputStructure) -> list[torch.Tensor]:
         """Return the tensors whose truth the graph assumes: they are further results, after those of the output."""
         first, assumed = len(output.names), self.elements.assumed
-        output.names += tuple(f"is_finite_{i}" for i in range(len(assumed)))
-        self.output.assumed = tuple(AssumedAnswer(first + i, answer, w) for i, (_, answer, w) in enumerate(assumed))
-        return [tensor for tensor, _, _ in assumed]
+        output.names += tuple(f"assumed_{i}" for i in range(len(assumed)))
+        self.output.assumed = tuple(replace(each, result=first + i) for i, (_, each) in enumerate(assumed))
+        return [tensor for tensor, _ in assumed]

@@ -113,8 +113,11 @@ class Compiled:
 
 
 def runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
-    """Return a function that runs a unit on the tensors of the capture's inputs and returns the module's output."""
-    unflatten, apply = captured.output.unflatten, unit.apply
+    """Return a function that runs a unit on the tensors of the capture's inputs and returns the module's output.
+
+    With the tensors that `assigning` takes, if there are any.
+    """
+    unflatten, apply = _unflatten(captured), unit.apply
     if captured.sizes:
         return lambda *tensors: unflatten(unit(tensors), _sizes(captured, tensors))
     if apply is None:
@@ -124,8 +127,15 @@ def runner(captured: Captured, unit: Unit) -> Callable[..., Any]:
 
 def runner_by_sizes(captured: Captured, units: SizedUnits) -> Callable[..., Any]:
     """Return a `runner` that uses the unit for the sizes of each call."""
-    unflatten = captured.output.unflatten
+    unflatten = _unflatten(captured)
     return lambda *tensors: unflatten(units.unit(tensors)(tensors), _sizes(captured, tensors))
+
+
+def _unflatten(captured: Captured) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+    unflatten, indices = captured.output.unflatten, captured.assigned.results
+    if not indices:
+        return unflatten
+    return lambda results, sizes: (unflatten(results, sizes), [results[i] for i in indices])
 
 
 def assigning(run: Callable[..., Any], captured: Captured, module: torch.nn.Module) -> Callable[..., Any]:
@@ -138,9 +148,9 @@ def assigning(run: Callable[..., Any], captured: Captured, module: torch.nn.Modu
     inputs, values_of = captured.model.graph.inputs, assigned.values.unflatten
 
     def run_and_assign(*tensors: torch.Tensor) -> Any:
-        output = run(*tensors)
+        output, assigned_tensors = run(*tensors) if assigned.results else (run(*tensors), ())
         symbol_values = bind_symbols(inputs, tensors) if assigned.sizes else {}
-        values = values_of((), tuple(sizes.evaluate(size, symbol_values) for size in assigned.sizes))
+        values = values_of(assigned_tensors, tuple(sizes.evaluate(size, symbol_values) for size in assigned.sizes))
         tensors_now = (each.value.clone() for each in assigned.tensors)
         for (attributes, name), value in zip(holders, (*values, *tensors_now), strict=True):
             attributes[name] = value

@@ -19,6 +19,7 @@ import torch
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.capture import Captured, capture
+from onnxtrain.capture.effects.assigned_attributes import results_of
 from onnxtrain.capture.effects.side_effects import AssignmentError, FirstCallError, SideEffectError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, is_capturing
 from onnxtrain.capture.guards.finite_checks import WrongAnswerError
@@ -167,6 +168,7 @@ class Engine:
         )
         self._recaptures = Recaptures(module)
         self._may_omit = self._entry_point.omits_blocks
+        self._may_assume_values = True
         self._calls = 0
         self.captures = 0
 
@@ -183,8 +185,16 @@ class Engine:
             return self._run_slow_path(args, kwargs) if output is Missed else output
         except WrongAnswerError as error:
             wrong = error
+        if not wrong.assumed.is_of_finite:
+            self._capture_again(wrong)
         self._warn(f"{self._name()} runs this call in PyTorch, not as an ONNX graph: {wrong}", wrong.assumed.where)
         return self._in_torch(*args, **kwargs)
+
+    def _capture_again(self, wrong: WrongAnswerError) -> None:
+        """Let the next call that needs the graph whose assumption has become wrong be captured again."""
+        self._may_assume_values &= self._recaptures.may_assume_again(wrong.assumed.where, self._calls)
+        self._entries = {key: [e for e in entries if e is not self._recent] for key, entries in self._entries.items()}
+        self._recent, self._fast_path = None, _always_missed
 
     def _run_slow_path(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if is_capturing():
@@ -368,7 +378,13 @@ class Engine:
             arguments = self._module, structure, tensors, watch, suggested, run, fixed
             may_omit = self._may_omit and may_omit_blocks(self._options, type(self._module).__name__)
             return with_eager_operators(
-                lambda: capture(*arguments, outside_is_input=True, may_assume=True, may_omit=may_omit)
+                lambda: capture(
+                    *arguments,
+                    outside_is_input=True,
+                    may_assume=True,
+                    may_assume_values=self._may_assume_values,
+                    may_omit=may_omit,
+                )
             )
 
         return make(run) if self._cache is None else self._cache.capture(make, structure, tensors, run, fixed)
@@ -551,8 +567,10 @@ def _rerun(module: torch.nn.Module, in_torch: Call | None, structure: Structure,
             if s.kind not in ("part", "outside")
         }
         args, kwargs = structure.unflatten(tensors[len(tensors) - inputs :])
-        leaves, _ = flatten_output(torch.func.functional_call(subject, state, args, kwargs))
-        tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        with captured.assigned.kept(module) as assigned_tensors:
+            leaves, _ = flatten_output(torch.func.functional_call(subject, state, args, kwargs))
+            tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            results_of(assigned_tensors(), tensor_leaves)
         tensor_leaves += [torch.tensor(each.answer) for each in captured.assumed]
         return tensor_leaves if captured.kept_results is None else [tensor_leaves[i] for i in captured.kept_results]
 

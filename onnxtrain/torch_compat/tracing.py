@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from onnxtrain.torch_compat.internal import Internal, can_be_entered, required
 
@@ -85,6 +86,21 @@ release_exported_nodes: Callable[[], None] = Internal[Callable[[], None]](
     cost="the graph of the last export takes memory until the next one, also after its module is deleted",
     check=callable,
 ).get()
+
+
+# Tensors in a trace
+
+
+def node_in(tracer: Any, tensor: torch.Tensor) -> Node | None:
+    """Return the node that computes a tensor in the trace of `tracer`; None if another trace does, or none."""
+    node: Node | None = get_proxy_slot(tensor, tracer, None, lambda slot: slot.proxy.node)
+    return node
+
+
+def traced_node(tensor: torch.Tensor) -> Node | None:
+    """Return the node that computes a tensor in the running trace of this thread; None if it does not trace it."""
+    mode = get_proxy_mode()
+    return None if mode is None else node_in(mode.tracer, tensor)
 
 
 # Modules in a trace

@@ -7,6 +7,8 @@ python -m tests.model_sweep                       all of them
 python -m tests.model_sweep --only Gpt2 Bert      those whose names contain one of these
 python -m tests.model_sweep --library torch       those of one library, or of several
 python -m tests.model_sweep --every 3             each third
+python -m tests.model_sweep --layers 12           with more layers than two: later ones are copies of the second, and
+                                                  of ten or more some are omitted from the capture
 python -m tests.model_sweep --write               all, and the page of the documentation from their outcomes
 python -m tests.model_sweep --keep --only Gpt2    replace the outcomes of these in the file, which keeps all others;
                                                   with --write, also the page, once the file has all classes
@@ -34,6 +36,7 @@ from tests.model_sweep import diffusers_models
 from tests.model_sweep.catalog import LIBRARIES, Entry, entries
 from tests.model_sweep.isolated import isolated
 from tests.model_sweep.page import PAGE, page, read_outcomes
+from tests.model_sweep.small_configs import LAYERS
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="*", default=(), help="texts that names contain, in any case")
     parser.add_argument("--library", nargs="*", default=LIBRARIES, choices=LIBRARIES, help="libraries of the classes")
     parser.add_argument("--every", type=int, default=1, help="each n-th class")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of transformers' models (default: 2)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--limit", type=float, default=240, help="seconds a class may take")
     parser.add_argument("--out", type=Path, default=Path("build/model-sweep.jsonl"), help="the outcomes, one a line")
@@ -54,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
         chosen = [e for e in select(every, options.only) if e.library in options.library][:: options.every]
     except LookupError as error:
         parser.error(str(error))
+    if options.write and options.layers != LAYERS:
+        parser.error(f"--write: the page is of models of {LAYERS} layers; leave --layers out")
     kept = read_outcomes(options.out) if options.keep and options.out.exists() else []
     missing = {e.key for e in every} - {e.key for e in chosen} - {outcome.entry.key for outcome in kept}
     if options.write and not options.incomplete and not diffusers_models.installed():
@@ -67,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     counts: collections.Counter[str] = collections.Counter()
     commit = measured_commit()
     with ThreadPoolExecutor(options.jobs) as threads, options.out.open("a" if options.keep else "w") as file:
-        for outcome in threads.map(lambda entry: isolated(entry, options.limit), chosen):
+        for outcome in threads.map(lambda entry: isolated(entry, options.limit, options.layers), chosen):
             counts[outcome.kind] += 1
             file.write(json.dumps(asdict(replace(outcome, commit=commit))) + "\n")
             file.flush()

@@ -128,6 +128,15 @@ _TOKENS = ("_token_id", "_token_index", "_token_ids", "_idx")
 _MULTIMODAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 
+def set_layers(count: int) -> None:
+    """Let the configs of this process have this number of layers where no override says otherwise.
+
+    Layers from the third on are copies of the second in a graph, and from ten on some of them are omitted: two layers
+    show neither.
+    """
+    SIZES.update(dict.fromkeys(_LAYERS.split(), count))
+
+
 def small_config(config_class: Any, overrides: Mapping[str, Any]) -> Any:
     """An instance of a config class of transformers, small, with some fields given."""
     return config_class(**_small_values(config_class, {}, overrides))

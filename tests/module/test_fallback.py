@@ -45,7 +45,7 @@ class Base(nn.Module):
 class BranchesOnElements(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.inner(x)
-        if hidden.sum() > 0:  # here
+        if hidden.sum().item() > 0:  # here
             return hidden.relu()  # type: ignore[no-any-return]
         return hidden.tanh()  # type: ignore[no-any-return]
 
@@ -201,7 +201,7 @@ def test_a_module_that_falls_back_in_training_may_be_captured_in_eval() -> None:
     class TrainsInPython(Base):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.inner(x)
-            if self.training and hidden.sum() > 0:
+            if self.training and hidden.sum().item() > 0:
                 hidden = hidden * 2
             return hidden  # type: ignore[no-any-return]
 

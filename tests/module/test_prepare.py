@@ -264,7 +264,7 @@ def test_a_model_with_graph_breaks_is_prepared_in_parts() -> None:
     class Decides(Tower):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
             hidden = super().forward(x, scale)
-            return hidden * 2 if hidden.sum() > 0 else hidden
+            return hidden * 2 if hidden.sum().item() > 0 else hidden
 
     model = Decides().eval()
     x = torch.randn(2, WIDTH)

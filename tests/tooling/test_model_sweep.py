@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,14 @@ import torch
 
 from tests.model_sweep import __main__ as command
 from tests.model_sweep import catalog as model_catalog
-from tests.model_sweep import diffusers_models
+from tests.model_sweep import diffusers_models, training
 from tests.model_sweep import page as model_page
 from tests.model_sweep.catalog import Entry
 from tests.model_sweep.in_float64 import in_float64
 from tests.model_sweep.page import page, read_outcomes
 from tests.model_sweep.torch_modules import MODULES, TorchModule
 from tests.model_sweep.training import SIZES, Outcome, trained
+from tests.zoo.checks import Comparison, ours
 from tests.zoo.entry import Call, Draw
 
 OUTCOMES = [
@@ -75,7 +78,7 @@ def test_an_incomplete_page_names_the_classes_that_were_not_run(
 ) -> None:
     written = tmp_path / "models.md"
     monkeypatch.setattr(command, "PAGE", written)
-    monkeypatch.setattr(command, "isolated", lambda entry, limit: Outcome(entry, "graph"))
+    monkeypatch.setattr(command, "isolated", lambda entry, limit, layers: Outcome(entry, "graph"))
     arguments = ["--only", "Bert", "--out", str(tmp_path / "outcomes.jsonl"), "--write", "--incomplete"]
     assert command.main(arguments) == 0
     assert "Classes that were not run with this version of the sweep: 1 (UNet2DModel)." in written.read_text()
@@ -103,7 +106,7 @@ def test_a_part_replaces_its_outcomes_and_their_counts(tmp_path: Path, monkeypat
     file, written = tmp_path / "outcomes.jsonl", tmp_path / "models.md"
     file.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in OUTCOMES))
     monkeypatch.setattr(command, "PAGE", written)
-    monkeypatch.setattr(command, "isolated", lambda entry, limit: Outcome(entry, "graph", "", 2.0, 0.1, 1))
+    monkeypatch.setattr(command, "isolated", lambda entry, limit, layers: Outcome(entry, "graph", "", 2.0, 0.1, 1))
     monkeypatch.setattr(command, "measured_commit", lambda: "def5678")
     assert command.main(["--keep", "--only", "LED", "--out", str(file), "--write"]) == 0
     lines = written.read_text().splitlines()
@@ -116,7 +119,7 @@ def test_a_part_replaces_its_outcomes_and_their_counts(tmp_path: Path, monkeypat
 
 @pytest.mark.usefixtures("catalog")
 def test_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "isolated", lambda entry, limit: Outcome(entry, "graph"))
+    monkeypatch.setattr(command, "isolated", lambda entry, limit, layers: Outcome(entry, "graph"))
     file = tmp_path / "outcomes.jsonl"
     assert command.main(["--library", "torch", "diffusers", "--out", str(file)]) == 0
     assert [outcome.entry.name for outcome in read_outcomes(file)] == ["LSTM, packed", "UNet2DModel"]
@@ -218,6 +221,23 @@ def test_a_module_that_names_float32_runs_in_float64(monkeypatch: pytest.MonkeyP
         exact = module.make().double()(torch.full((2, 4), 3.0, dtype=torch.float64))
     assert exact.dtype == torch.float64
     assert exact.isfinite().all()
+
+
+@pytest.mark.parametrize(("calls", "kind"), [(2, "graph"), (100, "wrong")])
+def test_chance_is_told_from_an_error_of_each_call(calls: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of the first calls are off by some 25 roundings."""
+    left = itertools.repeat(1 + 3e-6, calls)
+
+    def wrap(module: torch.nn.Module) -> torch.nn.Module:
+        wrapped = ours(module)
+        wrapped.register_forward_hook(lambda _module, _args, output: output * next(left, 1.0))
+        return wrapped
+
+    module = TorchModule("linear", lambda: torch.nn.Linear(4, 4), lambda draw, b, _: Call((draw.floats(b, 4),)))
+    monkeypatch.setitem(MODULES, "Linear", module)
+    monkeypatch.setattr(training, "Comparison", partial(Comparison, wrap=wrap))
+    outcome = trained(Entry("Linear", "linear", library="torch"))
+    assert outcome.kind == kind, outcome.detail
 
 
 def test_a_module_that_does_not_run_in_float64_is_not_set_up(monkeypatch: pytest.MonkeyPatch) -> None:

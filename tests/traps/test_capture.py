@@ -366,7 +366,7 @@ def test_a_set_that_forward_adds_to_grows() -> None:
 
 
 def test_a_tensor_that_forward_keeps_is_a_real_one() -> None:
-    with compared(model(Remembers, falls_back="last")) as compare:
+    with compared(model(Remembers)) as compare:
         for batch in (3, 2):
             compare.train(batch, 0)
         kept = [side.module.last for side in compare.sides()]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
 from onnxtrain.capture.blocks.call_arguments import NotReusableError, flatten, rebuild, tensors_in
 from onnxtrain.capture.blocks.hidden_parameters import MIN_BLOCKS, HiddenParameters
@@ -37,7 +37,7 @@ from onnxtrain.torch_compat.operators import HigherOrderOperator
 from onnxtrain.torch_compat.patch_points import CALL_MODULE
 from onnxtrain.torch_compat.replacement import in_thread
 from onnxtrain.torch_compat.tensors import storage_id
-from onnxtrain.torch_compat.tracing import module_of_user
+from onnxtrain.torch_compat.tracing import module_of_user, node_in
 
 TEMPLATE = "template"  # the key in a node's metadata
 _MAX_ATTEMPTS = 3  # calls of a kind that are traced in vain, before the blocks inside are tried
@@ -187,7 +187,7 @@ class RepeatedBlocks:
         return tensors, slots, (structure, arguments, slots.keys, current_annotations(), self._outside.state())
 
     def _node_or_name(self, tracer: Any, tensor: torch.Tensor) -> Node | str | None:
-        return _node_of(tracer, tensor) or self._hidden.name(tensor)
+        return node_in(tracer, tensor) or self._hidden.name(tensor)
 
     @contextmanager
     def _tracing_block(self) -> Iterator[None]:
@@ -217,7 +217,7 @@ class RepeatedBlocks:
         block = Block(block.module)
         with function_modes_disabled():
             try:
-                call = traced_call(traced, slots, result, partial(_node_of, tracer), region)
+                call = traced_call(traced, slots, result, partial(node_in, tracer), region)
                 *_, state_after = self._state(block, tracer, args, kwargs)
             except NotReusableError:
                 return result
@@ -284,11 +284,6 @@ def _slots(
     storages = [*map(storage_id, tensors)]
     keys = tuple(map(tensor_key, tensors[: -len(own) or None])), sharing(tensors, storages)
     return Slots(nodes, storages, writable, (*keys, tuple(node is None for node in nodes)))
-
-
-def _node_of(tracer: Any, tensor: torch.Tensor) -> Node | None:
-    slot: Any = get_proxy_slot(tensor, tracer, None)
-    return None if slot is None else slot.proxy.node
 
 
 def _proxy(node: Node | str | None, tracer: Any) -> torch.fx.Proxy | str:

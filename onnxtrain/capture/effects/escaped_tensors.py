@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from onnxtrain.capture import source_location
@@ -30,6 +30,7 @@ from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.patch_points import NEW_FAKE_TENSOR
 from onnxtrain.torch_compat.pytree import tree_leaves
 from onnxtrain.torch_compat.tensors import use_count
+from onnxtrain.torch_compat.tracing import traced_node
 
 
 class CreatedFakes:
@@ -210,6 +211,5 @@ def _without(items: Iterable[Any], value: Any) -> list[Any]:
 
 def _location(tensor: FakeTensor) -> str | None:
     """Return the source location that created a tensor."""
-    mode = get_proxy_mode()
-    proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
-    return None if proxy is None else source_location.of_trace(proxy.node.stack_trace)
+    node = traced_node(tensor)
+    return None if node is None else source_location.of_trace(node.stack_trace)

@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType
 from typing import Any, NoReturn, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from onnxtrain.capture import source_location
 from onnxtrain.capture.effects.sampled_numbers import capturing_number, samples_number
+from onnxtrain.capture.effects.sampling_class import sampling_class
 from onnxtrain.capture.export.checkpoint_regions import current_region
 from onnxtrain.capture.key.executed_code import with_nested
 from onnxtrain.capture.python_functions.calls import FunctionCalls
@@ -130,7 +130,7 @@ def _capturing(function: Callable[..., Any], calls: FunctionCalls) -> Callable[.
         if is_uncaptured() or is_repeated or not all(map(_is_unchangeable, (*args, *kwargs.values()))):
             return function(*args, **kwargs)
         try:
-            return SampledArray(calls.apply(_function_class(function), (args, kwargs), {}))
+            return SampledArray(calls.apply(_sampling(function), (args, kwargs), {}))
         except CaptureError:
             return function(*args, **kwargs)
 
@@ -147,28 +147,14 @@ def _is_unchangeable(argument: Any) -> bool:
 _UNCHANGEABLE = (
     int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.Tensor, torch.dtype, torch.device, np.dtype, type,
 )  # fmt: skip
-_CLASSES: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
 
-def _function_class(function: Callable[..., Any]) -> Any:
-    """Return the `torch.autograd.Function` that calls `function(*args, **kwargs)` and returns its array as a tensor."""
-    existing = _CLASSES.get(function)
-    if existing is not None:
-        return existing
-
-    def forward(_ctx: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+def _sampling(function: Callable[..., Any]) -> Any:
+    def sample(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         array = _tried(function, args, kwargs) if is_uncaptured() else function(*args, **kwargs)
         return torch.from_numpy(np.array(array, order="C"))
 
-    forward.__wrapped__ = function  # type: ignore[attr-defined]  # whose source location errors give
-    members = {
-        "__module__": function.__module__ or "numpy.random",
-        "__qualname__": getattr(function, "__qualname__", function.__name__),
-        "forward": staticmethod(forward),
-        "has_checked_sizes": True,
-    }
-    created = _CLASSES[function] = type(function.__name__, (torch.autograd.Function,), members)
-    return created
+    return sampling_class(function, function.__module__ or "numpy.random", sample)
 
 
 def _tried(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -14,11 +14,11 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
 from onnxtrain.capture import source_location
+from onnxtrain.capture.effects.sampling_class import sampling_class
 from onnxtrain.capture.export.checkpoint_regions import current_region
 from onnxtrain.capture.python_functions.calls import FunctionCalls
 from onnxtrain.errors import CaptureError
@@ -31,7 +31,6 @@ _MORE_FLOATS = ("expovariate", "gammavariate", "vonmisesvariate", "paretovariate
 _INTEGERS = ("randint", "randrange")
 _NAMES = frozenset({*_FLOATS, *_MORE_FLOATS, *_INTEGERS})
 _LARGEST = 2**62  # of arguments, so that samples are int64
-_CLASSES: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
 
 def samples_number(value: Any) -> bool:
@@ -51,7 +50,7 @@ def capturing_number(function: Callable[..., Any], calls: FunctionCalls) -> Call
         is_constant = all(isinstance(v, int | float) and abs(v) < _LARGEST for v in (*args, *kwargs.values()))
         if is_uncaptured() or is_repeated or not is_by_user or not is_constant:
             return function(*args, **kwargs)
-        number = calls.apply(_function_class(function), (args, kwargs), {}).item()
+        number = calls.apply(_sampling(function), (args, kwargs), {}).item()
         if (bounds := _bounds(function.__name__, args, kwargs)) is not None:
             bound_float(number, *bounds)
         return number
@@ -69,24 +68,11 @@ def _bounds(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     return None
 
 
-def _function_class(function: Callable[..., Any]) -> Any:
-    """Return the `torch.autograd.Function` that calls a function and returns its number as a tensor."""
-    existing = _CLASSES.get(function)
-    if existing is not None:
-        return existing
-
-    def forward(_ctx: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+def _sampling(function: Callable[..., Any]) -> Any:
+    def sample(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         number = function(*args, **kwargs)
         if type(number) not in _DTYPES:
             raise CaptureError(f"random.{function.__name__} returned a {type(number).__name__} in place of a number")
         return torch.tensor(number, dtype=_DTYPES[type(number)])
 
-    forward.__wrapped__ = function  # type: ignore[attr-defined]  # whose source location errors give
-    members = {
-        "__module__": "random",
-        "__qualname__": function.__name__,
-        "forward": staticmethod(forward),
-        "has_checked_sizes": True,
-    }
-    created = _CLASSES[function] = type(function.__name__, (torch.autograd.Function,), members)
-    return created
+    return sampling_class(function, "random", sample)

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_arg
 
 from onnxtrain.capture.guards.known_values import known_values
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
+from onnxtrain.torch_compat.tracing import traced_node
 
 _MAX_ELEMENTS = 1 << 16  # the positions become constants of the graph
 _MAX_NODES = 32
@@ -112,11 +113,10 @@ def _value(tensor: FakeTensor) -> torch.Tensor | None:
     known = known_values()
     if known is not None:
         return known.constant(tensor)
-    mode = get_proxy_mode()
-    proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
-    if mode is None or proxy is None or any(type(size) is not int for size in tensor.shape):
+    mode, computing = get_proxy_mode(), traced_node(tensor)
+    if mode is None or computing is None or any(type(size) is not int for size in tensor.shape):
         return None
-    nodes = _constant_nodes(proxy.node)
+    nodes = _constant_nodes(computing)
     if nodes is None or tensor.numel() > _MAX_ELEMENTS or _may_be_written(nodes):
         return None
     root = getattr(mode.tracer, "root", None)
@@ -130,7 +130,7 @@ def _value(tensor: FakeTensor) -> torch.Tensor | None:
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 assert callable(node.target)
                 values[node] = values[node.args[0]] if node.target is _DETACH else node.target(*args, **kwargs)
-        result: torch.Tensor = values[proxy.node]
+        result: torch.Tensor = values[computing]
         return result
 
     value: torch.Tensor = _outside_the_trace(compute)

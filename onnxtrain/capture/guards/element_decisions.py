@@ -5,13 +5,16 @@ branch is captured as a small graph to the tensor that Python tests, from the ar
 that graph becomes a guard. Its value in this call is computed from what the trace has recorded so far; where that is
 not possible, as for a buffer, forward is traced up to the condition, and then again with the answer.
 
+A condition that depends on parameters cannot be checked before the graph runs. Its answer in this call is assumed, as
+is that of a test of finite values (`finite_checks`): parameters change little from call to call, and so do buffers, of
+which I-BERT tests hundreds.
+
 A condition may also be an expression over data-dependent sizes and items, such as `nonzero(mask).size(0) > 0`. Its
 answer is a fact that the rest of the trace, and the proof of the graph, may use.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,19 +31,17 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.fx.node import map_arg
 
 from onnxtrain.capture import source_location
-from onnxtrain.capture.guards.finite_checks import answer_if_finite
+from onnxtrain.capture.guards.decision_graph import MAX_DECISIONS, MAX_OPERATORS, decision_graph
+from onnxtrain.capture.guards.finite_checks import AssumedAnswer, answer_if_finite
 from onnxtrain.capture.guards.known_values import FixedInput, KnownValues, knowing
 from onnxtrain.capture.guards.repeated_items import RepeatedItems
 from onnxtrain.capture.guards.sample_ranges import certain_answer
 from onnxtrain.capture.guards.shape_proof import same_constant
 from onnxtrain.capture.guards.size_decisions import is_by_user
-from onnxtrain.capture.guards.sizes_from_inputs import read_sizes_from_inputs, slice_length
-from onnxtrain.capture.guards.traced_graph import Buffer, TracedGraph, traced_nodes
+from onnxtrain.capture.guards.traced_graph import Buffer, TracedGraph, TracedState, traced_nodes
 from onnxtrain.errors import CaptureError
-from onnxtrain.ops.python_function.node import TORCH_OP
 from onnxtrain.ops.python_function.run_context import untraced
 from onnxtrain.torch_compat.fake_tensors import FakeTensor
-from onnxtrain.torch_compat.operators import OpOverload, schema_of
 from onnxtrain.torch_compat.patch_points import (
     ASSERT_SIZES,
     EVALUATE_SIZES,
@@ -55,8 +56,7 @@ from onnxtrain.torch_compat.symbols import (
     symbolic_value,
 )
 
-_MAX_DECISIONS = 32
-_MAX_NODES = 64  # per decision, because the guard runs on every call; Longformer's take 45
+_MAX_ASSUMED = 512  # a loop until something converges may never end; I-BERT with 12 layers has 270
 _TENSOR_BOOL = torch.Tensor.__bool__
 
 
@@ -84,6 +84,7 @@ class ElementDecision:
         answer: what forward got during the capture: a truth value, or the number if the condition is one.
         where: the source location of the test.
         condition: what is read of the values that the graph computes; None for the truth value of its tensor.
+        is_assumed: whether it is no guard: the answer of the captured call is assumed, and checked by each call.
     """
 
     graph: torch.fx.GraphModule
@@ -91,6 +92,7 @@ class ElementDecision:
     answer: int
     where: str
     condition: _Condition | None = None
+    is_assumed: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -140,6 +142,7 @@ class ElementDecisions:
         tensors: the call's tensors.
         fixes_inputs: whether inputs of which forward reads elements as Python numbers are fixed to these elements.
         may_assume: whether tests of finite values have an assumed answer, which each call has to check.
+        may_assume_values: whether tests of other values that depend on the module's parameters have one, too.
         with_checks: whether checks of data-dependent sizes in the user's code (`torch._check`) are decisions, too.
             Without them, the graph is for inputs that pass all checks, and does not repeat them.
 
@@ -150,7 +153,7 @@ class ElementDecisions:
         facts: what the answers say of the data-dependent sizes of the last trace.
         reads_elements: whether forward has read an element of a tensor as a Python number or a size.
         values: the known values of the last trace; None if no inputs are fixed.
-        assumed: the tests of finite values in the last trace: the tested tensor, its assumed answer, and where.
+        assumed: the tests with an assumed answer in the last trace: the tested tensor, and the answer without an index.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class ElementDecisions:
         tensors: Sequence[torch.Tensor],
         *,
         may_assume: bool = False,
+        may_assume_values: bool = False,
         with_checks: bool = False,
         fixes_inputs: bool = False,
     ) -> None:
@@ -166,11 +170,13 @@ class ElementDecisions:
         self.reads_elements = False
         self.is_undecided = False
         self.facts: list[sympy.Basic] = []
-        self.assumed: list[tuple[torch.Tensor, bool, str]] = []
+        self.assumed: list[tuple[torch.Tensor, AssumedAnswer]] = []
         self._tensors = tensors
         self._inputs: Sequence[torch.fx.Node | None] = ()
+        self._state: Sequence[TracedState] = ()
         self._items = RepeatedItems()
         self._may_assume = may_assume
+        self._may_assume_values = may_assume_values
         self._with_checks = with_checks
         self._fixes_inputs = fixes_inputs
         self.values: KnownValues | None = None
@@ -187,23 +193,25 @@ class ElementDecisions:
         return self._next + len(self.assumed) + (self.values.reads if self.values is not None else 0)
 
     @property
-    def all(self) -> list[ElementDecision | FixedInput]:
-        """The decisions, and the inputs that are fixed."""
-        return [*(() if self.values is None else self.values.fixed.values()), *self.answered]
+    def guards(self) -> list[ElementDecision | FixedInput]:
+        """The inputs that are fixed, and the decisions that are guards."""
+        fixed = () if self.values is None else self.values.fixed.values()
+        return [*fixed, *(decision for decision in self.answered if not decision.is_assumed)]
 
     @contextmanager
-    def answering(self, traced: Sequence[torch.Tensor]) -> Iterator[None]:
+    def answering(self, traced: Sequence[torch.Tensor], state: Sequence[TracedState]) -> Iterator[None]:
         """Answer the tests of forward while this is held.
 
         Args:
             traced: the call's tensors in the trace.
+            state: the module's parameters and buffers in the trace.
 
         Raises:
             UndecidedError: a test has no answer yet.
         """
         self._next, self.is_undecided, self._unanswered, self.facts = 0, False, None, []
         self.unanswered_checks, self.assumed, self._known_answers = 0, [], {}
-        self._inputs, self._items = traced_nodes(traced), RepeatedItems()
+        self._inputs, self._state, self._items = traced_nodes(traced), state, RepeatedItems()
         if self._fixes_inputs:
             self._begin_values(traced)
         tracer = proxy_tensor.get_proxy_mode()
@@ -269,15 +277,21 @@ class ElementDecisions:
             return certain
         finite = answer_if_finite(tensor) if self._may_assume else None
         if finite is not None:
-            self.assumed.append(((tensor != 0).reshape(()), finite, source_location.of_caller() or ""))
-            return finite
+            return self._assume(tensor, finite, source_location.of_caller() or "", is_of_finite=True)
         if self._next == len(self.answered):
             where = source_location.of_caller() or ""
             if not self._decide_at_once([tensor], None, where):
                 self.is_undecided, self._where, self._expression = True, where, None
                 raise UndecidedError(tensor)
         self._next += 1
-        return bool(self.answered[self._next - 1].answer)
+        decision = self.answered[self._next - 1]
+        if decision.is_assumed:
+            return self._assume(tensor, bool(decision.answer), decision.where, is_of_finite=False)
+        return bool(decision.answer)
+
+    def _assume(self, tensor: torch.Tensor, answer: bool, where: str, *, is_of_finite: bool) -> bool:
+        self.assumed.append(((tensor != 0).reshape(()), AssumedAnswer(-1, answer, where, is_of_finite)))
+        return answer
 
     def _evaluate(self, original: Callable[..., Any], env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace `ShapeEnv.evaluate_expr`: where it cannot, answer for the values of this call.
@@ -349,7 +363,7 @@ class ElementDecisions:
 
     def _decide_at_once(self, read: Sequence[Any], expr: Any, where: str) -> bool:
         """Answer a decision by what is traced so far, so that forward need not be traced again, if that is possible."""
-        graph = TracedGraph.of_running_trace(self._inputs, read)
+        graph = TracedGraph.of_running_trace(self._inputs, read, self._state)
         if graph is None:
             return False
         try:
@@ -370,9 +384,14 @@ class ElementDecisions:
 
     def _append(self, traced: TracedGraph, expr: Any, where: str) -> None:
         condition = None if expr is None else _condition(traced.inputs, expr, where)
-        graph, lifted = _guard(traced, where, len(self.answered), is_number=expr is not None and not _is_truth(expr))
-        answer = _read(graph, lifted, self._tensors, condition)
-        self.answered.append(ElementDecision(graph, lifted, answer, where, condition))
+        guards = sum(not decision.is_assumed for decision in self.answered)
+        guard = decision_graph(traced, guards, is_number=expr is not None and not _is_truth(expr))
+        is_assumed = bool(guard.obstacle) and expr is None and self._may_assume_values and guard.is_of_module
+        if guard.obstacle and (not is_assumed or len(self.answered) >= _MAX_ASSUMED):
+            raise _undecidable(guard.obstacle, where)
+        answer = _read(guard.graph, guard.values, self._tensors, condition)
+        lifted = () if is_assumed else guard.lifted
+        self.answered.append(ElementDecision(guard.graph, lifted, answer, where, condition, is_assumed))
 
 
 def _same_lifted(one: Any, other: Any) -> bool:
@@ -446,118 +465,12 @@ def _is_decidable(expr: Any) -> bool:
     return is_exact and bool(expr.is_integer)
 
 
-def _guard(
-    traced: TracedGraph, where: str, answered: int, *, is_number: bool
-) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
-    graph = traced.module
-    read_sizes_from_inputs(graph.graph, traced.inputs)
-    _remove_unread(graph.graph)
-    _write_into_copies(graph.graph)
-    graph.recompile()
-    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    others = [node for node in graph.graph.find_nodes(op="placeholder") if node not in traced.inputs]
-    lifted = [traced.constants.get(node) if node.users else None for node in others]
-    reads_parameters = any(node.users and node not in traced.constants for node in others)
-    obstacle = _obstacle(calls, answered, reads_parameters=reads_parameters)
-    if is_number and any(isinstance(constant, Buffer) for constant in lifted):  # such as a count of steps
-        obstacle = obstacle or "a number that depends on the module's buffers"
-    if obstacle:
-        raise CaptureError(
-            "forward branches in Python on tensor values (data-dependent control flow)",
-            where=where,
-            expected=f"at most {_MAX_DECISIONS} branches, on values that {_MAX_NODES} operators compute from inputs "
-            "and buffers",
-            got=obstacle,
-            todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
-        )
-    return graph, tuple(lifted)
-
-
-def _write_into_copies(graph: torch.fx.Graph) -> None:
-    """Let the operators that change an input in place, as those of forward before the test, change a copy of it."""
-    changed = [w for node in graph.nodes if node.op == "call_function" for w in _written(node)]
-    for placeholder in _memory_of(changed):
-        if placeholder.op == "placeholder":
-            with graph.inserting_after(placeholder):
-                copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
-            copy.meta["val"] = placeholder.meta.get("val")
-            placeholder.replace_all_uses_with(copy, delete_user_cb=partial(operator.is_not, copy))
-
-
-def _written(node: torch.fx.Node) -> list[Any]:
-    """Return the arguments that an operator changes in place."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    return [a for a, s in zip(node.args, schema_of(node.target).arguments, strict=False) if s.is_write]
-
-
-def _memory_of(tensor: Any) -> set[torch.fx.Node]:
-    """Return the node that allocated a tensor's memory, or the input whose memory it is; of a list, all of them."""
-    if isinstance(tensor, list | tuple):
-        return {memory for each in tensor for memory in _memory_of(each)}
-    if not isinstance(tensor, torch.fx.Node):
-        return set()
-    if tensor.target is operator.getitem:  # of an operator's results
-        return _memory_of(tensor.args[0])
-    if not isinstance(tensor.target, OpOverload):
-        return {tensor}
-    schema = schema_of(tensor.target)
-    aliased = [a for a, s in zip(tensor.args, schema.arguments, strict=False) if s.is_write or s.alias_info]
-    return {memory for each in aliased for memory in _memory_of(each)} or {tensor}
-
-
-def _remove_unread(graph: torch.fx.Graph) -> None:
-    """Remove what the decision does not read: also a dropout, an assertion, and what changes other memory in place."""
-    unread = list(graph.nodes)
-    read: set[torch.fx.Node] = set()
-    memory: set[torch.fx.Node] = set()
-
-    def is_read(node: torch.fx.Node) -> bool:
-        if node.op != "call_function":
-            return True
-        if not isinstance(node.target, OpOverload):
-            return node.is_impure()
-        return not memory.isdisjoint(_memory_of(_written(node)))
-
-    while found := [node for node in unread if not read.isdisjoint(node.users) or is_read(node)]:
-        read.update(found)
-        memory.update(_memory_of([part for node in found for part in node.all_input_nodes]))
-        unread = [node for node in unread if node not in read]
-    for node in reversed(unread):
-        graph.erase_node(node)
-
-
-def _obstacle(calls: Sequence[torch.fx.Node], answered: int, *, reads_parameters: bool) -> str:
-    """Say why a decision cannot become a guard; "" if it can."""
-    if reads_parameters:
-        return "a decision that depends on the module's parameters"
-    if answered == _MAX_DECISIONS:
-        return f"more than {_MAX_DECISIONS} decisions"
-    operators = sum(isinstance(node.meta.get("val"), torch.Tensor) for node in calls)  # without arithmetic of sizes
-    if operators > _MAX_NODES:
-        return f"a decision that takes {operators} operators"
-    impure = next((node.target for node in calls if not _is_pure(node)), None)
-    if impure is None:
-        return ""
-    if impure is TORCH_OP:
-        return f"a decision by {impure}, which runs the user's Python"
-    is_random = isinstance(impure, OpOverload) and torch.Tag.nondeterministic_seeded in impure.tags
-    return f"a decision by {impure}, which {'samples random numbers' if is_random else 'changes a tensor in place'}"
-
-
-def _is_pure(node: torch.fx.Node) -> bool:
-    target: Any = node.target
-    if target is TORCH_OP:
-        return False
-    if not isinstance(target, OpOverload):
-        return target is slice_length or getattr(target, "__module__", "") in ("_operator", "operator", "math", "torch")
-    return torch.Tag.nondeterministic_seeded not in target.tags and all(map(_is_temporary, _written(node)))
-
-
-def _is_temporary(written: Any) -> bool:
-    """Return whether a tensor that is changed in place, or of which it is a view, was allocated inside the graph."""
-    if not isinstance(written, torch.fx.Node) or not isinstance(written.target, OpOverload):
-        return False
-    schema = schema_of(written.target)
-    aliased = [a for a, s in zip(written.args, schema.arguments, strict=False) if s.is_write or s.alias_info]
-    return all(map(_is_temporary, aliased)) if aliased else not any(r.alias_info for r in schema.returns)
+def _undecidable(obstacle: str, where: str) -> CaptureError:
+    return CaptureError(
+        "forward branches in Python on tensor values (data-dependent control flow)",
+        where=where,
+        expected=f"at most {MAX_DECISIONS} branches, on values that {MAX_OPERATORS} operators compute from inputs and "
+        "buffers",
+        got=obstacle,
+        todo="the module runs in PyTorch; branch on a Python argument, or use torch.where",
+    )

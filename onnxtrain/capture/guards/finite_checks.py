@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_arg
+
+from onnxtrain.torch_compat.tracing import traced_node
 
 _ATEN = torch.ops.aten
 # Operator: its elements, if those of its argument are finite.
@@ -53,24 +54,30 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class AssumedAnswer:
-    """What a graph assumes that forward gets where it tests whether values are finite.
+    """What a graph assumes that forward gets where it branches on a tensor's value.
 
     Attributes:
         result: the index of the tested tensor among the graph's results.
         answer: its assumed truth value.
         where: the source location of the test.
+        is_of_finite: whether it is a test of finite values. Any other has the answer of the captured call, and another
+            answer is likely to last.
     """
 
     result: int
     answer: bool
     where: str
+    is_of_finite: bool = True
 
 
 class WrongAnswerError(Exception):
-    """A call tests whether values are finite, and the answer is not the one that its graph assumes."""
+    """A call branches on a tensor's value, and the answer is not the one that its graph assumes."""
 
     def __init__(self, assumed: AssumedAnswer) -> None:
-        super().__init__(f"forward branches otherwise at {assumed.where}: its values are not finite as before")
+        why = "its values are not finite as before"
+        if not assumed.is_of_finite:
+            why = "the answer depends on the module's parameters or buffers, and has changed"
+        super().__init__(f"forward branches otherwise at {assumed.where}: {why}")
         self.assumed = assumed
 
 
@@ -83,9 +90,8 @@ def check_answers(assumed: Sequence[AssumedAnswer], results: Sequence[Any]) -> N
 
 def answer_if_finite(tensor: torch.Tensor) -> bool | None:
     """Return the truth of a traced test if all values are finite; None if the test asks for anything else."""
-    mode = get_proxy_mode()
-    proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
-    value = None if proxy is None else _value(proxy.node)
+    node = traced_node(tensor)
+    value = None if node is None else _value(node)
     return None if value is None else bool(value)
 
 

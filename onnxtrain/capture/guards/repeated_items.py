@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
+from onnxtrain.torch_compat.tracing import traced_node
 
 _MAX_DEPTH = 12  # of operators between an item and the tensors that it is compared by
 
@@ -32,8 +32,7 @@ class RepeatedItems:
 
     def number(self, tensor: torch.Tensor, read: Callable[[torch.Tensor], Any]) -> Any:
         """Return the item of a traced tensor: `read(tensor)`, or what that returned for the same item before."""
-        mode = get_proxy_mode()
-        node = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy.node)
+        node = traced_node(tensor)
         if node is None or tensor.is_floating_point() or tensor.is_complex():
             return read(tensor)
         self._count_changes(node.graph)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from onnxtrain.torch_compat.operators import OpOverload, schema_of
+from onnxtrain.torch_compat.tracing import traced_node
 
 _ATEN = torch.ops.aten
 # Operator: its result for all samples of [0, 1), given the number that they are compared with; None if it varies.
@@ -30,9 +30,7 @@ def _certain(is_false: bool, is_true: bool) -> bool | None:
 
 def certain_answer(tensor: torch.Tensor) -> bool | None:
     """Return the truth of a traced comparison if it is the same for all samples; None if it varies or is unknown."""
-    mode = get_proxy_mode()
-    proxy = None if mode is None else get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy)
-    node = None if proxy is None else proxy.node
+    node = traced_node(tensor)
     if node is None or node.users or node.target not in _COMPARISONS:
         return None
     sample, bound = node.args

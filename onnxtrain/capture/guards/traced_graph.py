@@ -5,13 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from onnxtrain.torch_compat.tracing import traced_node
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,18 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class TracedState:
+    """A parameter or buffer in a trace: its node, and the module's tensor. `buffer` is None for a parameter."""
+
+    node: Node
+    value: torch.Tensor
+    buffer: Buffer | None
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that the graph of a decision can read
+
+
+@dataclass(frozen=True)
 class TracedGraph:
     """A graph that returns the tensors and numbers that a decision reads.
 
@@ -35,38 +49,43 @@ class TracedGraph:
         module: the graph. Its last placeholders are `inputs`.
         inputs: the placeholders of the flat inputs of a call.
         constants: of its other placeholders, those that are constants or buffers; the rest are parameters.
+        values: the tensors of its other placeholders, as far as they are known, before forward changes any.
     """
 
     module: GraphModule
     inputs: Sequence[Node]
     constants: Mapping[Node, Any] = field(default_factory=dict)
+    values: Mapping[Node, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_program(cls, program: ExportedProgram, exported: torch.nn.Module) -> TracedGraph:
         """Return the graph of an export of the module `exported`."""
         placeholders = program.graph.find_nodes(op="placeholder")
         specs = dict(zip(placeholders, program.graph_signature.input_specs, strict=True))
-        constants = {node: _constant(spec, program, exported) for node, spec in specs.items()}
+        lifted = {node: _lifted(spec, program, exported) for node, spec in specs.items()}
         return cls(
             program.graph_module,
             [node for node, spec in specs.items() if spec.kind == InputKind.USER_INPUT],
-            {node: constant for node, constant in constants.items() if constant is not None},
+            *_constants_and_values({node: each for node, each in lifted.items() if each is not None}),
         )
 
     @classmethod
-    def of_running_trace(cls, inputs: Sequence[Node | None], read: Sequence[Any]) -> TracedGraph | None:
+    def of_running_trace(
+        cls, inputs: Sequence[Node | None], read: Sequence[Any], state: Sequence[TracedState]
+    ) -> TracedGraph | None:
         """Return a copy of what the trace of this thread has recorded; None if it cannot run as a graph of its own.
 
         Args:
             inputs: the nodes of the flat inputs of forward, as `traced_nodes` returned them before forward ran.
             read: traced tensors, and symbols of data-dependent numbers.
+            state: the parameters and buffers, likewise.
         """
         mode = get_proxy_mode()
         if mode is None:
             return None
         tracer: Any = mode.tracer
         graph: Graph = tracer.graph
-        found = [_traced(r, tracer) if isinstance(r, torch.Tensor) else _introducing(graph, r) for r in read]
+        found = [_computing(r) if isinstance(r, torch.Tensor) else _introducing(graph, r) for r in read]
         outputs = [each for each in found if each is not None]
         placeholders = list(graph.find_nodes(op="placeholder"))
         others = len(placeholders) - len(inputs)
@@ -78,7 +97,12 @@ class TracedGraph:
         constants = _with_constants_as_placeholders(copy, tracer.root)
         if constants is None:
             return None
-        return cls(GraphModule(tracer.root, copy), [copied[node] for node in placeholders[others:]], constants)
+        lifted: dict[Node, _Lifted] = {node: (tensor, tensor) for node, tensor in constants.items()}
+        for each in state:
+            if each.node.op == "placeholder":
+                lifted[copied[each.node]] = each.buffer, each.value
+        module = GraphModule(tracer.root, copy)
+        return cls(module, [copied[node] for node in placeholders[others:]], *_constants_and_values(lifted))
 
 
 def traced_nodes(tensors: Sequence[torch.Tensor]) -> list[Node | None]:
@@ -86,26 +110,35 @@ def traced_nodes(tensors: Sequence[torch.Tensor]) -> list[Node | None]:
 
     A tensor may get another node later, from an operator that returns its argument, as `x.to(x.dtype)` does.
     """
-    mode = get_proxy_mode()
-    found = [None if mode is None else _traced(tensor, mode.tracer) for tensor in tensors]
-    return [None if each is None else each[0] for each in found]
+    return [*map(traced_node, tensors)]
 
 
-def _constant(spec: InputSpec, program: ExportedProgram, exported: torch.nn.Module) -> Any:
-    """Return the constant or buffer that a placeholder stands for; None for the shard of a tensor, and all others."""
+_Lifted: TypeAlias = tuple[Any, torch.Tensor]  # a constant or Buffer, None for a parameter; and its tensor
+
+
+def _constants_and_values(lifted: Mapping[Node, _Lifted]) -> tuple[dict[Node, Any], dict[Node, torch.Tensor]]:
+    constants = {node: constant for node, (constant, _) in lifted.items() if constant is not None}
+    return constants, {node: value for node, (_, value) in lifted.items()}
+
+
+def _lifted(spec: InputSpec, program: ExportedProgram, exported: torch.nn.Module) -> _Lifted | None:
+    """Return what a placeholder stands for; None for the shard of a tensor, and for all that are no tensors."""
     path = str(spec.target)
     if spec.kind == InputKind.CONSTANT_TENSOR:
-        return program.constants[path]
-    if spec.kind != InputKind.BUFFER:
+        return program.constants[path], program.constants[path]
+    if spec.kind not in (InputKind.BUFFER, InputKind.PARAMETER):
         return None
     owner, _, name = path.rpartition(".")
     buffer = Buffer(exported.get_submodule(owner), name, path)
-    return buffer if type(buffer.value()) is torch.Tensor else None
+    value = buffer.value()
+    if type(value) not in PLAIN:
+        return None
+    return (buffer if spec.kind == InputKind.BUFFER else None), value
 
 
-def _traced(tensor: torch.Tensor, tracer: Any) -> tuple[Node, Sequence[Any]] | None:
+def _computing(tensor: torch.Tensor) -> tuple[Node, Sequence[Any]] | None:
     """Return the node that computes a tensor, with the empty path; None if another trace does."""
-    node = get_proxy_slot(tensor, tracer, None, lambda slot: slot.proxy.node)
+    node = traced_node(tensor)
     return None if node is None else (node, ())
 
 

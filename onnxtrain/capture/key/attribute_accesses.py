@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -76,6 +76,49 @@ class AttributeAccesses:
         return {a for a in self._set_first - read if a[0] not in all_read}
 
 
+class ReadTable(dict[str, Any]):
+    """The `__dict__` of a module for its class's `__getattr__`, which runs each time forward reads a submodule.
+
+    It reports the attributes that are read by name, as diffusers' does; any other use counts as reading all of them.
+
+    Args:
+        original: gets the changes.
+        record: takes the name of an attribute, or ALL.
+    """
+
+    def __init__(self, original: dict[str, Any], record: Callable[[str], None]) -> None:
+        super().__init__(original)
+        self._original, self._record = original, record
+
+    def __contains__(self, name: object) -> bool:
+        self._record(name if isinstance(name, str) else ALL)
+        return name in self._original
+
+    def __getitem__(self, name: str) -> Any:
+        self._record(name)
+        return self._original[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._record(name)
+        return self._original.get(name, default)
+
+
+def _using_all(name: str) -> Callable[..., Any]:
+    def method(self: ReadTable, *args: Any, **kwargs: Any) -> Any:
+        self._record(ALL)
+        return getattr(self._original, name)(*args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "__delitem__", "__eq__", "__ge__", "__gt__", "__ior__", "__iter__", "__le__", "__len__", "__lt__", "__ne__",
+    "__or__", "__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "copy", "items", "keys", "pop", "popitem",
+    "setdefault", "update", "values",
+):  # fmt: skip
+    setattr(ReadTable, _name, _using_all(_name))
+
+
 @contextmanager
 def attribute_reads(accesses: AttributeAccesses | None = None) -> Iterator[set[Attribute]]:
     """Collect the attributes of modules that this thread reads or sets: forward depends on no other.
@@ -92,8 +135,11 @@ def attribute_reads(accesses: AttributeAccesses | None = None) -> Iterator[set[A
         if threading.get_ident() == owner:
             if name != "__dict__":
                 reads.add((id(module_of_user(self)), name))
-            elif _may_be_forward(sys._getframe(1).f_code.co_filename):
-                reads.add((id(module_of_user(self)), ALL))
+            elif _may_be_forward((code := sys._getframe(1).f_code).co_filename):
+                own = id(module_of_user(self))
+                if code.co_name == "__getattr__":
+                    return ReadTable(original_get(self, name), lambda key: reads.add((own, key)))
+                reads.add((own, ALL))
         return original_get(self, name)
 
     def write(self: torch.nn.Module, name: str, value: Any) -> None:

@@ -35,6 +35,7 @@ class Recaptures:
         self._module = module
         self._recaptures: dict[tuple[str, str], tuple[int, int]] = {}  # by fact: count, first call
         self._numbers: dict[str, tuple[set[Any], int]] = {}  # by argument: values, first call
+        self._answers: dict[str, tuple[int, int]] = {}  # by source location: wrong assumptions, first call
         self._items: dict[str, tuple[set[Any], int]] = {}  # by source location: values, first call
 
     def count(self, state: ModuleState, call: int) -> None:
@@ -75,6 +76,12 @@ class Recaptures:
                     got=f"{type(value).__name__} {path}: {got}",
                     todo="pass the number as a tensor",
                 )
+
+    def may_assume_again(self, where: str, call: int) -> bool:
+        """Count a wrong assumption on a branch at `where` in the call of index `call`; return whether it is seldom."""
+        count, first_call = self._answers.get(where, (0, call))
+        self._answers[where] = (count + 1, first_call)
+        return count < _FREE_RECAPTURES or call - first_call >= _CALLS_PER_RECAPTURE * count
 
     def count_items(self, numbers: Mapping[str, Hashable], call: int) -> None:
         """Count a capture in the call of index `call`, in which Python read these numbers of tensors.

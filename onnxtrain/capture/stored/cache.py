@@ -147,10 +147,10 @@ class CaptureCache:
     def _store(self, key: str, captured: Captured, code: ExecutedCode) -> Captured:
         if captured.guards.elements:
             raise NotStorableError("forward branches on elements of its arguments")
-        if captured.assigned.tensors:
-            raise NotStorableError("forward assigns a tensor to an attribute")
+        if captured.assigned.results or captured.assigned.tensors:
+            raise NotStorableError("forward sets an attribute to a tensor")
         if captured.assumed:
-            raise NotStorableError("forward branches on whether values are finite")
+            raise NotStorableError("forward branches on values, and the graph assumes the answer")
         paths = {id(module): path for path, module in submodules(self._module)}
         names = tuple(source.name for source in captured.sources if source.kind != "input")
         conditions = entry.Conditions(

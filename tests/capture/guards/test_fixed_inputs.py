@@ -109,6 +109,25 @@ class Keeps(Base):
         return torch.cat(parts)
 
 
+class Sets(Base):
+    """Attributes that forward sets before it reads them: to known tensors, a list of them, and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets: Any = None
+        self.kept: Any = None
+        self.state: Any = None
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ends = [sum(counts.tolist()[: i + 1]) for i in range(len(counts))]
+        self.offsets = torch.tensor(ends) * 2
+        self.kept = [counts.clone(), self.offsets.cumsum(0), x.size(0)]
+        parts = [self.inner(part) * (i + 1) for i, part in enumerate(x.split(counts.tolist())) if len(part) % 2]
+        y = torch.cat(parts)
+        self.state = y.tanh()
+        return y
+
+
 def _calls(kind: type[nn.Module]) -> list[tuple[torch.Tensor, ...]]:
     """Return the arguments of calls; the last is as the first, with other floats."""
     torch.manual_seed(0)
@@ -170,6 +189,22 @@ def test_an_attribute_keeps_the_known_tensor_of_each_call() -> None:
     module.offsets.zero_()
     run(*calls[0])
     assert module.offsets.tolist() == [2, 6, 12], "each call assigns a tensor of its own"
+
+
+def test_attributes_that_are_set_first_get_the_tensors_of_each_call() -> None:
+    reference = Sets()
+    module = copy.deepcopy(reference)
+    run = ORTModule(module, pieces=False, fallback_policy=FallbackPolicy.FALLBACK_DISABLE)
+    for x, counts in _calls(Sets):
+        gradients = []
+        for call, inner in ((run, module), (reference, reference)):
+            loss = call(x, counts).sum() + inner.state.square().sum()
+            gradients.append(torch.autograd.grad(loss, list(inner.parameters())))
+        torch.testing.assert_close(*gradients)
+        torch.testing.assert_close([module.offsets, *module.kept], [reference.offsets, *reference.kept])
+        module.offsets.zero_()  # each call assigns tensors of its own
+        module.kept[0].zero_()
+    assert count_captures(run) == 2
 
 
 def test_an_input_that_changes_in_each_call_is_not_captured_each_time() -> None:
