@@ -167,9 +167,14 @@ def _compiled_gemms() -> Iterator[list[int]]:
 
 
 def _flops_of_mm(shapes: Shapes) -> int:
-    """Return the FLOPs of mm(a, b) and addmm(bias, a, b)."""
-    *_, a, b = (shape for shape in shapes if len(shape) == 2)
+    """Return the FLOPs of mm(a, b), which may have an `out` as well."""
+    a, b, *_ = shapes
     return 2 * math.prod(a) * b[1]
+
+
+def _flops_of_addmm(shapes: Shapes) -> int:
+    """Return the FLOPs of addmm(bias, a, b)."""
+    return _flops_of_mm(shapes[1:])
 
 
 def _flops_of_linear(shapes: Shapes) -> int:
@@ -186,7 +191,7 @@ def _flops_of_weight_gradient(shapes: Shapes) -> int:
 
 _FLOPS: dict[str, Callable[[Shapes], int]] = {
     "aten::mm": _flops_of_mm,
-    "aten::addmm": _flops_of_mm,
+    "aten::addmm": _flops_of_addmm,
     "mkldnn::_linear_pointwise": _flops_of_linear,
     "aten::convolution_backward": _flops_of_weight_gradient,
 }

@@ -206,7 +206,12 @@ def test_flops_are_counted_for_every_kernel() -> None:
         onednn_gemm(dy, weight, None, 1.0)
         gemm_by_convolution(dy, x, 1.0)
 
-    assert matmul_flops(eager) == matmul_flops(others) == 3 * each
+    def in_given_memory() -> None:
+        torch.mm(x, weight.t(), out=torch.empty(32, 16))
+        torch.addmm(torch.zeros(32, 16), x, weight.t(), out=torch.empty(32, 16))
+        torch.addmm(torch.zeros(16), x, weight.t(), out=torch.empty(32, 16))
+
+    assert matmul_flops(eager) == matmul_flops(others) == matmul_flops(in_given_memory) == 3 * each
     if compiled_gemm.LIBRARY.wait():  # there is a compiler
         assert matmul_flops(lambda: compiled_gemm.gemm(x, weight.t(), None, 1.0)) == each
         compiled_gemm.gemm(x, weight.t(), None, 1.0)  # not counted any more

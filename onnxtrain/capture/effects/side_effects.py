@@ -92,8 +92,9 @@ class _Change:
             return not self.holder.are_buffers
         if isinstance(self.holder, _Hooks):
             return not self.is_assignment
-        is_made = self.before is None and self.after is not _REMOVED and not isinstance(self.after, IMMUTABLE)
-        return is_made and isinstance(self.holder, dict)
+        was_empty = self.before is None or self.before is _REMOVED
+        is_object = self.after is not _REMOVED and not isinstance(self.after, IMMUTABLE)
+        return was_empty and is_object and isinstance(self.holder, dict)
 
 
 @dataclass(frozen=True)
@@ -227,8 +228,8 @@ class SideEffects:
             set_first: attributes that forward set before it read them, as it does in each call.
 
         Raises:
-            FirstCallError: forward added, replaced or removed a submodule, a parameter or a hook, or replaced None by
-                an object.
+            FirstCallError: forward added, replaced or removed a submodule, a parameter or a hook, or put an object
+                in place of None or of nothing, as in a cache.
             SideEffectError: forward changed something else that `settle` cannot assign.
         """
         tables = {id(m): id(m.__dict__) for m in self._module.modules()}

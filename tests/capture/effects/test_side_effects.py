@@ -502,12 +502,41 @@ class MakesTable(nn.Module):
         return self.inner(x) * self.tables[0] + self.tables[1]  # type: ignore[no-any-return]
 
 
-def test_a_forward_that_makes_an_object_in_its_first_call_is_a_graph_from_the_second_on() -> None:
-    module = MakesTable()
+class MakesAttribute(nn.Module):
+    """Has no attribute for the tensor before its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table"):
+            self.table = [torch.arange(3.0)]
+        return self.inner(x) * self.table[0]  # type: ignore[no-any-return]
+
+
+class FillsCache(nn.Module):
+    """Keeps a table for each device, as LeViT does in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.cache = nn.Linear(3, 3), dict[str, torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if str(x.device) not in self.cache:
+            self.cache[str(x.device)] = self.inner.weight[:, 0].detach()
+        return self.inner(x) + self.cache[str(x.device)]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [MakesTable, MakesAttribute, FillsCache])
+def test_a_forward_that_makes_an_object_in_its_first_call_is_a_graph_from_the_second_on(
+    make: type[nn.Module],
+) -> None:
+    module = make()
     model, x = ORTModule(module), torch.randn(2, 3)
     with pytest.warns(UserWarning, match="the next one is captured"):
         model(x)
-    assert module.tables is not None
+    assert any(vars(module).get(name) for name in ("tables", "table", "cache"))
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
