@@ -32,7 +32,7 @@ from tests.device.models import MODELS, batches, make
 from tests.device.stock import Stock, clipped, session
 from tests.device.test_artifacts_imports import by_hand, node, weight
 from tests.reference import assert_matches, with_gradients
-from tests.thinned import slow_except
+from tests.thinned import covering, slow_except
 
 
 def two_headed() -> onnx.ModelProto:
@@ -109,8 +109,7 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("portable", [False, True])
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize(("name", "portable"), covering(LOSSES, [False, True]))
 def test_losses(name: str, portable: bool, tmp_path: Path) -> None:
     block, labels, reference = LOSSES[name]
     model = by_hand([node("MatMul", ["x", "w"], ["y"])], {"w": weight(3, 4)}, ["n", 3])
@@ -422,7 +421,7 @@ def test_portable_graphs_have_portable_ops_only(name: str, tmp_path: Path) -> No
         assert held <= PORTABLE_TYPES
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
+@pytest.mark.parametrize("name", slow_except(["mlp", "transformer"], "mlp"))
 def test_training_ops_stay_nodes_with_functions(name: str, tmp_path: Path) -> None:
     usual_artifacts(name, tmp_path)
     proto = onnx.load(tmp_path / "training_model.onnx")

@@ -415,7 +415,7 @@ def test_half_precision_parameters_are_updated_in_float32(tmp_path: Path) -> Non
 # Dropout
 
 
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("portable", slow_except([False, True], True))
 def test_the_seed_determines_dropout(portable: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Transformer(dropout=0.3).train()

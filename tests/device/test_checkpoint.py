@@ -14,6 +14,7 @@ from onnxtrain.errors import CheckpointError
 from tests.device import ort_training_files
 from tests.device.small_artifacts import TRAINABLE, fresh
 from tests.reference import assert_matches_float64
+from tests.thinned import slow_except
 
 
 def full() -> checkpoint.Checkpoint:
@@ -241,7 +242,7 @@ def test_a_small_file_of_ort_training_does_not_become_a_large_model(tmp_path: Pa
         _read(tmp_path, bytes(builder.Output()))
 
 
-@pytest.mark.parametrize("name", ["WITH_OPTIMIZER", "NOMINAL", "EXTERNAL"])
+@pytest.mark.parametrize("name", slow_except(["WITH_OPTIMIZER", "NOMINAL", "EXTERNAL"], "WITH_OPTIMIZER"))
 def test_a_damaged_file_of_ort_training_leads_to_no_other_error(name: str, tmp_path: Path) -> None:
     content = getattr(ort_training_files, name)
     rng = np.random.default_rng(0)

@@ -185,7 +185,7 @@ def test_a_hostile_file_is_refused(case: str, tmp_path: Path) -> None:
     assert len(str(error.value)) < 1000
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -31,7 +31,7 @@ from tests.device.stock import Stock
 from tests.device.test_artifacts_imports import by_hand, node
 from tests.processor import integer_products_saturate
 from tests.reference import assert_matches, assert_matches_float64
-from tests.thinned import slow_except
+from tests.thinned import covering, slow_except
 
 TRAINED = 1400  # digits to train with; the others are the test
 
@@ -314,9 +314,9 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-# Both ways for the first; the others under --slow.
+# The first; the others under --slow.
 INTEGERS = [
-    pytest.param(*option, learn_scales, marks=[pytest.mark.slow] if number else [])
+    pytest.param(*option, learn_scales, marks=[pytest.mark.slow] if number or learn_scales else [])
     for number, option in enumerate(OPTIONS)
     for learn_scales in (False, True)
 ]
@@ -404,10 +404,8 @@ def fake_quantize_by_torch(
     return (levels.detach() + is_inside * (exact - exact.detach())) * scale
 
 
-@pytest.mark.parametrize("learn_scales", [False, True])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("portable", [False, True])
-def test_gradients_are_those_of_torch(case: str, learn_scales: bool, portable: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("portable", "case", "learn_scales"), covering([False, True], CASES, [False, True]))
+def test_gradients_are_those_of_torch(portable: bool, case: str, learn_scales: bool, tmp_path: Path) -> None:
     scale, zero = CASES[case]
     model = small(scale, zero)
     prepared = fake_quantize(model, learn_scales=learn_scales)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnxtrain.ops import OPS
+from tests.thinned import slow_except
 from tools import reference_pages
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,14 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+# The slow tests have those whose imports take seconds, and those that an example of tests/docs/test_examples.py is as.
+SLOW_PAGES = {
+    *(DOCS / "tutorials" / f"{name}.md" for name in ("hugging-face", "lora", "cnn", "memory-budget")),
+    *(DOCS / "how-to" / f"{name}.md" for name in ("qlora", "on-device-training")),
+}
+
+
+@pytest.mark.parametrize("page", slow_except(PAGES, *(page for page in PAGES if page not in SLOW_PAGES)), ids=named)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a page's Python blocks, top to bottom, in one namespace."""
     blocks = [

@@ -20,6 +20,7 @@ from onnxtrain.capture.export import patches
 from onnxtrain.frontend import dynamo
 from onnxtrain.optim import FusedAdam
 from tests.reference import assert_each_no_worse, assert_matches
+from tests.thinned import slow_except
 from tests.zoo.checks import Comparison
 from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
@@ -348,7 +349,9 @@ def compare_compiled(entry: ZooModel) -> Comparison:
     return Comparison(entry, wrap=lambda module: compiled(module, rng="torch"))
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied-weights", "no-grad-region", "weight-norm-hook"])
+@pytest.mark.parametrize(
+    "name", slow_except(["mlp", "tied-weights", "no-grad-region", "weight-norm-hook"], "tied-weights", "no-grad-region")
+)
 def test_models_of_the_zoo(name: str) -> None:
     entry = next(model for model in ZOO if model.name == name)
     compare = compare_compiled(entry)

@@ -19,6 +19,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.observe.allocations import peak_bytes, record
 from onnxtrain.plan import backward_stages
 from tests.reference import assert_each_no_worse
+from tests.thinned import covering
 from tests.zoo.checks import count_captures
 from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
@@ -80,8 +81,10 @@ def stages_of(model: nn.Module) -> int:
     return len(backward.program.programs)
 
 
-@pytest.mark.parametrize(("world", "option", "staged"), [(1, "auto", False), (2, "auto", True), (2, False, False)])
-@pytest.mark.parametrize("budget", [None, 1.0])
+WORLDS = [pytest.param(1, "auto", False), pytest.param(2, "auto", True), pytest.param(2, False, False)]
+
+
+@pytest.mark.parametrize(("budget", "world", "option", "staged"), covering([None, 1.0], WORLDS))
 def test_auto_releases_early_where_several_processes_train(
     world: int, option: bool | str, staged: bool, budget: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

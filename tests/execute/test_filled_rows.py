@@ -35,6 +35,7 @@ from tests.passes.test_pack_tokens import (
     infinite_mask,
     results,
 )
+from tests.thinned import slow_but_every
 
 
 class Bag(nn.Module):
@@ -121,7 +122,7 @@ def test_row_counts_are_at_most_an_eighth_apart() -> None:
 @pytest.mark.parametrize(
     ("mask_of", "head", "dtype"),
     [
-        (bool_mask, "mean", torch.float32),
+        pytest.param(bool_mask, "mean", torch.float32, marks=pytest.mark.slow),
         pytest.param(infinite_mask, "first", torch.float64, marks=pytest.mark.slow),
         (causal_mask, "chosen", torch.float32),
     ],
@@ -232,7 +233,7 @@ def test_row_counts_are_rounded_only_if_programs_are_recorded(
 # Recorded
 
 
-@pytest.mark.parametrize("model", [Bag(), Attentive(False), Attentive(True)], ids=str)
+@pytest.mark.parametrize("model", slow_but_every(2, [Bag(), Attentive(False), Attentive(True)]), ids=str)
 def test_many_batches_need_few_recordings(model: nn.Module, answers: list[KeptTokens | None], log: Recorders) -> None:
     trained = Trained(filled(model.double(), rng="torch"), log)
     batches = [padded(seed) for seed in range(14)]

@@ -580,7 +580,7 @@ def test_concurrent_threads_close_no_file_twice(monkeypatch: pytest.MonkeyPatch)
     own = {"open": opening, "close": closing}
     monkeypatch.setattr(trial, "os", SimpleNamespace(**{**vars(os), **own}))
     threads = trial._Threads()
-    asking = [threading.Thread(target=lambda: [threads.seconds_waited() for _ in range(100)]) for _ in range(4)]
+    asking = [threading.Thread(target=lambda: [threads.seconds_waited() for _ in range(25)]) for _ in range(4)]
     for one in asking:
         one.start()
     for one in asking:

@@ -53,6 +53,7 @@ from tests.execute.region_cases import (
     written,
 )
 from tests.reference import assert_matches
+from tests.thinned import covering
 from tests.zoo.checks import Comparison
 from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
@@ -286,8 +287,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     return asked
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kernels", ["fused", "fused-all"])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), covering(["fused", "fused-all"], [torch.float32, torch.float64]), ids=str
+)
 def test_training_equals_eager_at_all_sizes(
     kernels: str, dtype: torch.dtype, made_up: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

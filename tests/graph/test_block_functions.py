@@ -94,9 +94,9 @@ def flat(monkeypatch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
 @pytest.mark.parametrize(
     ("kinds", "forward"),
     [
-        ([Layer] * 4, {"layer": 4}),
+        pytest.param([Layer] * 4, {"layer": 4}, marks=pytest.mark.slow),
         ([Layer, Feedforward] * 3, {"layer": 3, "layer_2": 3}),
-        ([Feedforward, *[Layer] * 3], {"layer": 3}),
+        pytest.param([Feedforward, *[Layer] * 3], {"layer": 3}, marks=pytest.mark.slow),
         ([Layer] * 2, {}),
     ],
     ids=["equal", "every second another", "the first another", "too few"],

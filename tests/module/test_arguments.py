@@ -13,6 +13,7 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_matches
+from tests.thinned import slow_except
 
 
 class Inner(nn.Module):
@@ -45,7 +46,7 @@ class Scales(Inner):
         return super().forward(x) * factor
 
 
-@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("kind", slow_except([int, float], float))
 def test_a_number_that_changes_in_each_call_causes_few_captures_and_one_warning(kind: type) -> None:
     ours = ORTModule(Scales())
     with warnings.catch_warnings(record=True) as caught:

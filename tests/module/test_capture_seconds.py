@@ -14,6 +14,7 @@ from onnxtrain import ORTModule
 from onnxtrain.errors import SlowCaptureError
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_matches
+from tests.thinned import slow_but_every
 
 
 class Unrolled(nn.Module):
@@ -70,7 +71,10 @@ def test_forward_cannot_catch_the_error() -> None:
         assert_matches(ours(x), eager, x)
 
 
-@pytest.mark.parametrize("slow", ["onnxtrain.compile.plan_memory", "onnxtrain.capture.capture.compile_guards"])
+STAGES = ("onnxtrain.compile.plan_memory", "onnxtrain.capture.capture.compile_guards")
+
+
+@pytest.mark.parametrize("slow", slow_but_every(2, STAGES))
 def test_any_stage_can_exceed_the_limit(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, name = slow.rsplit(".", 1)
     module = __import__(path, fromlist=[name])

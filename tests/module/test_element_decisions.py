@@ -389,11 +389,12 @@ def _marked(rows: int, *columns: int, length: int = 6) -> torch.Tensor:
         (Asserts, [(3, 4), (3, 4), (7, 4)], [torch.tensor(n) for n in ([1, 3], [2, 2], [7, 1])], 1),
         (Repeats, [(3, 4)] * 3, [torch.tensor(n) for n in ([1, 2], [2, 0], [0, 3])], 2),
         (Thresholds, [(3, 4)] * 4, [torch.tensor(v) for v in (0.5, 0.1, 0.05, 0.2)], 2),
-        (
+        pytest.param(
             LastOfEach,
             [(2, 6, 4), (2, 6, 4), (3, 6, 4), (1, 6, 4)],
             [_marked(2, 5), _marked(2, 1, 4), _marked(3, 2), _marked(1, 0, 3)],
             2,  # a batch of 1 is another graph: it has no rows that could differ
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

@@ -118,6 +118,12 @@ CULPRITS: list[tuple[type[nn.Module], type[nn.Module], str]] = [
 every_culprit = pytest.mark.parametrize(
     ("make", "guilty", "reason"), CULPRITS, ids=lambda c: getattr(c, "__name__", "")
 )
+LIKE_OTHERS = (BranchesOnElements, LoopsOverElements, Packs)  # the first two as Outer, the last as ReadsAnElement
+some_culprits = pytest.mark.parametrize(
+    ("make", "guilty", "reason"),
+    [pytest.param(*c, marks=[pytest.mark.slow] if c[0] in LIKE_OTHERS else []) for c in CULPRITS],
+    ids=lambda c: getattr(c, "__name__", ""),
+)
 
 
 def names_line(text: str, guilty: type[nn.Module]) -> bool:
@@ -128,7 +134,7 @@ def names_line(text: str, guilty: type[nn.Module]) -> bool:
 
 
 @pytest.mark.everywhere
-@every_culprit
+@some_culprits
 def test_one_warning_names_module_line_and_reason(make: type[nn.Module], guilty: type[nn.Module], reason: str) -> None:
     entry = ZooModel(make.__name__, make, sequences, mean_square, falls_back=make.__name__)
     with warnings.catch_warnings(record=True) as caught:

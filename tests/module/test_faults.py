@@ -17,6 +17,7 @@ import onnxtrain
 from onnxtrain import ORTModule
 from onnxtrain.errors import ORTModuleTorchModelException
 from onnxtrain.frontend.ort_module import engine_of
+from tests.thinned import covering
 from tests.torch_version import TORCH
 
 PACKAGE = Path(onnxtrain.__file__).parent
@@ -83,8 +84,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("wrap", list(WRAPS))
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-@pytest.mark.parametrize("where", ["in_forward", "in_backward"])
-@pytest.mark.parametrize("action", [interrupt, fail])
+@pytest.mark.parametrize(("action", "where"), covering([interrupt, fail], ["in_forward", "in_backward"]))
 def test_the_step_after_a_fault_equals_eager(
     wrap: str, first: bool, where: str, action: Callable[[], object], faults: Callable[..., None]
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from onnxtrain.frontend.hierarchical_module import HierarchicalORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_matches, with_gradients
+from tests.thinned import slow_except
 
 
 class Decides(nn.Module):
@@ -86,12 +89,18 @@ def test_a_module_that_can_be_captured_stays_one_graph() -> None:
     assert type(model.module.linear) is nn.Linear
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_run_as_the_original(copied: object) -> None:
+COPIED: dict[str, Callable[[HierarchicalORTModule], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("how", slow_except(COPIED, "pickle"))
+def test_copies_run_as_the_original(how: str) -> None:
     model = HierarchicalORTModule(Net())
     x = torch.randn(2, 4)
     expected = model(x)
-    again = copied(model)
+    again = COPIED[how](model)
     assert torch.equal(again(x), expected)
     assert again.__dict__["_divided"]
 

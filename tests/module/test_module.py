@@ -18,7 +18,7 @@ from onnxtrain import ORTModule
 from onnxtrain.errors import KernelError, ORTModuleTorchModelException
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_each_no_worse, assert_matches, float64_by_default
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every, slow_except
 
 
 class Net(nn.Module):
@@ -289,7 +289,7 @@ def test_grad_scaler(pair: tuple[ORTModule, Net]) -> None:
     both(pair, run)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", slow_except([torch.no_grad, torch.inference_mode], torch.inference_mode))
 def test_without_gradients(pair: tuple[ORTModule, Net], mode: Any) -> None:
     def run(module: nn.Module) -> torch.Tensor:
         with mode():
@@ -723,9 +723,8 @@ SECOND_ORDER: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SECOND_ORDER)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_of_gradients(name: str, frozen: bool) -> None:
+@pytest.mark.parametrize(("frozen", "name"), covering([False, True], SECOND_ORDER))
+def test_gradients_of_gradients(frozen: bool, name: str) -> None:
     def run(module: nn.Module) -> list[torch.Tensor]:
         module.zero_grad()
         torch.manual_seed(3)

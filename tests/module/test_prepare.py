@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 import onnxtrain
 from onnxtrain import ORTModule, errors, report_of
 from tests.reference import assert_matches
+from tests.thinned import covering
 from tests.zoo.checks import Comparison
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
 from tests.zoo.models import ZOO
@@ -53,7 +54,8 @@ def rows(draw: Draw, batch: int, length: int) -> Call:
 
 
 TOWER = ZooModel("tower", Tower, rows, mean_square)
-in_both_ways = pytest.mark.parametrize("regional", [False, True], ids=["whole", "blocks"])
+BOTH_WAYS = [pytest.param(False, id="whole"), pytest.param(True, id="blocks")]
+in_both_ways = pytest.mark.parametrize("regional", BOTH_WAYS)
 
 
 def compare_prepared(entry: ZooModel, regional: bool | str, **options: Any) -> Comparison:
@@ -74,8 +76,7 @@ def test_training_equals_eager(regional: bool) -> None:
     assert all(region.compiled is not None for region in report_of(compare.got.module).regions)
 
 
-@in_both_ways
-@pytest.mark.parametrize("name", ["mlp", "tied-weights", "checkpoint-non-reentrant"])
+@pytest.mark.parametrize(("name", "regional"), covering(["mlp", "tied-weights", "checkpoint-non-reentrant"], BOTH_WAYS))
 def test_models_of_the_zoo(name: str, regional: bool) -> None:
     entry = next(model for model in ZOO if model.name == name)
     compare = compare_prepared(entry, "auto" if regional else False)
@@ -149,9 +150,8 @@ def _scaled(self: Any, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return x + self.down(torch.relu(self.up(x))) * self.factor  # type: ignore[no-any-return]
 
 
-@in_both_ways
-@pytest.mark.parametrize("method", ["deepcopy", "pickle", "save"])
-def test_copies_are_prepared_and_have_their_own_parameters(regional: bool, method: str) -> None:
+@pytest.mark.parametrize(("method", "regional"), covering(["deepcopy", "pickle", "save"], BOTH_WAYS[::-1]))
+def test_copies_are_prepared_and_have_their_own_parameters(method: str, regional: bool) -> None:
     model = onnxtrain.prepare(Tower().eval(), regional)
     x = torch.randn(2, WIDTH)
     expected = model(x).detach()
@@ -334,6 +334,7 @@ def test_saving_and_generating_as_transformers_does(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), loaded.parameters()))
 
 
+@pytest.mark.slow  # of a hand-written model: test_equal_blocks_share_their_programs_and_others_do_not
 def test_blocks_of_a_transformer() -> None:
     config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     model = onnxtrain.prepare(BertForSequenceClassification(config), True)

@@ -13,7 +13,7 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_each_no_worse, assert_matches
-from tests.thinned import slow_but_every
+from tests.thinned import slow_but_every, slow_except
 from tests.torch_version import needs_torch
 
 Call = Callable[[torch.Tensor], Any]
@@ -290,7 +290,7 @@ def test_custom_operator_with_a_registered_gradient(library: torch.library.Libra
     assert "Cos" in backward_ops(ours)  # the rule is traced into ordinary nodes
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", slow_except([False, True], True))
 def test_lists_optional_tensors_and_nested_results(library: torch.library.Library, weighted: bool) -> None:
     library.define("parts(Tensor[] xs, Tensor? w) -> (Tensor, Tensor[])")
 

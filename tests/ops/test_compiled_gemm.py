@@ -22,6 +22,7 @@ from tests.ops import cases_matmul
 from tests.ops.compiled_candidates import compiled, compiled_for, let_cases_compile, on_other_processors
 from tests.ops.test_compiled_kernels import counting
 from tests.reference import assert_matches
+from tests.thinned import covering
 
 pytestmark = pytest.mark.compiler
 
@@ -61,9 +62,10 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("transposed", [False, True], ids=("b", "transposed b"))
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "transposed", "threads"),
+    covering(SIZES, [pytest.param(False, id="b"), pytest.param(True, id="transposed b")], [1, 2, 5]),
+)
 def test_all_sizes(sizes: tuple[int, int, int], transposed: bool, threads: int, calls: Counter[str]) -> None:
     m, k, n = sizes
     torch.manual_seed(0)

@@ -40,6 +40,7 @@ from tests.ops import (
 from tests.ops.captures import FunctionModule
 from tests.ops.compiled_candidates import compiled_for, let_cases_compile, on_other_processors
 from tests.reference import assert_matches
+from tests.thinned import covering
 
 pytestmark = pytest.mark.compiler
 
@@ -101,8 +102,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, described_machine: Describe) -> Count
     return counts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), covering(CASES, [torch.float32, torch.float64, torch.bfloat16]), ids=str)
 def test_matches_autograd(case: OpCase, dtype: torch.dtype, calls: Counter[str]) -> None:
     check = CaseCheck(case, dtype)
     ran = [check.check_sizes(sizes) for sizes in case.size_sets()]

@@ -15,6 +15,7 @@ from onnxtrain.ops.convolution.input_gradient import gradients_in_blocks
 from tests.op_case import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
+from tests.thinned import slow_but_every
 
 X = {1: (4, 9), 2: (4, 9, 8), 3: (4, 6, 5, 7)}
 
@@ -26,26 +27,25 @@ def calls(rank: int, *batches: int) -> list[list[torch.Tensor]]:
     return [[torch.randn(shape, generator=generator)] for shape in shapes]
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.Conv1d(4, 6, 3, stride=2, padding=1),
-        nn.Conv2d(4, 6, 3),
-        nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2, bias=False),
-        nn.Conv2d(4, 8, 3, groups=4),
-        nn.Conv2d(4, 6, 3, padding="same"),
-        nn.Conv2d(4, 6, (3, 4), padding="same", dilation=(1, 3)),
-        nn.Conv1d(4, 6, 2, padding="same"),
-        nn.Conv2d(4, 6, 3, padding="valid", stride=2),
-        nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"),
-        nn.Conv3d(4, 6, 2, stride=2),
-        nn.ConvTranspose1d(4, 6, 3, stride=2),
-        nn.ConvTranspose2d(4, 6, 3),
-        nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2, dilation=2, bias=False),
-        nn.ConvTranspose3d(4, 6, 2, stride=2),
-    ],
-    ids=str,
+CONVOLUTIONS = (
+    nn.Conv1d(4, 6, 3, stride=2, padding=1),
+    nn.Conv2d(4, 6, 3),
+    nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2, bias=False),
+    nn.Conv2d(4, 8, 3, groups=4),
+    nn.Conv2d(4, 6, 3, padding="same"),
+    nn.Conv2d(4, 6, (3, 4), padding="same", dilation=(1, 3)),
+    nn.Conv1d(4, 6, 2, padding="same"),
+    nn.Conv2d(4, 6, 3, padding="valid", stride=2),
+    nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"),
+    nn.Conv3d(4, 6, 2, stride=2),
+    nn.ConvTranspose1d(4, 6, 3, stride=2),
+    nn.ConvTranspose2d(4, 6, 3),
+    nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2, dilation=2, bias=False),
+    nn.ConvTranspose3d(4, 6, 2, stride=2),
 )
+
+
+@pytest.mark.parametrize("module", slow_but_every(2, CONVOLUTIONS), ids=str)
 def test_convolution_is_bitwise_equal_to_eager(module):
     rank = module.weight.dim() - 2
     ours = check_module(module, *calls(rank, 3, 2, 1), exact=True, aten=module.padding_mode != "zeros")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from onnxtrain import ORTModule
 from tests.op_case import Spec
 from tests.ops.captures import check_capture
+from tests.thinned import slow_but_every
 
 SIZES = ({"b": 3, "i": 4, "j": 5, "k": 6}, {"b": 2, "i": 4, "j": 7, "k": 6}, {"b": 1, "i": 2, "j": 5, "k": 6})
 EQUATIONS = {
@@ -29,7 +30,7 @@ def test_captured_einsum(equation):
     check_capture(lambda *xs: torch.einsum(equation, *xs), *map(Spec, EQUATIONS[equation]), sizes=SIZES)
 
 
-@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("equation", slow_but_every(2, EQUATIONS))
 def test_captured_einsum_in_bfloat16(equation):
     """ONNX's Einsum does not support bfloat16."""
     if equation != "iiji->ij":  # eager's own result is wrong

@@ -9,6 +9,7 @@ from onnxtrain import ORTModule
 from tests.op_case import Spec
 from tests.ops.captures import check_capture
 from tests.ops.modules import check_module, ops_of
+from tests.thinned import covering
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -72,20 +73,18 @@ def test_norms_under_autocast(norm):
     check_module(nn.Sequential(nn.Linear(8, 8), randomized(norm)), *rows(4, 2), autocast=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.BatchNorm2d(6),
-        nn.BatchNorm2d(6, momentum=0.3, eps=1e-3),
-        nn.BatchNorm2d(6, affine=False),
-        nn.BatchNorm2d(6, track_running_stats=False),
-        nn.BatchNorm2d(6, affine=False, track_running_stats=False),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_batch_norm(module, dtype, training):
+MODES = [pytest.param(True, id="train"), pytest.param(False, id="eval")]
+BATCH_NORMS = [
+    nn.BatchNorm2d(6),
+    nn.BatchNorm2d(6, momentum=0.3, eps=1e-3),
+    nn.BatchNorm2d(6, affine=False),
+    nn.BatchNorm2d(6, track_running_stats=False),
+    nn.BatchNorm2d(6, affine=False, track_running_stats=False),
+]
+
+
+@pytest.mark.parametrize(("training", "module", "dtype"), covering(MODES, BATCH_NORMS, DTYPES))
+def test_batch_norm(training, module, dtype):
     check_module(randomized(module).train(training), *images(4, 2, 1), dtype=dtype, exact=True)
 
 
@@ -104,8 +103,7 @@ class AllButTheFirst(nn.Module):
         return self.layers(x[1:])
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(("training", "affine"), covering(MODES, [True, False]))
 def test_batch_norm_of_no_elements_updates_no_statistics(training: bool, affine: bool) -> None:
     """PyTorch's own kernel raises, and that of the gradient crashes the process."""
     for layers, calls in (
@@ -138,8 +136,11 @@ def test_batch_norm_under_autocast():
     check_module(module.eval(), *images(4, 2), autocast=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("module", [nn.GroupNorm(3, 6), nn.GroupNorm(2, 6, affine=False), nn.GroupNorm(6, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("module", "dtype"),
+    covering([nn.GroupNorm(3, 6), nn.GroupNorm(2, 6, affine=False), nn.GroupNorm(6, 6)], DTYPES),
+    ids=str,
+)
 def test_group_norm(module, dtype):
     check_module(randomized(module), *images(4, 2, 1), dtype=dtype, exact=True)
 
@@ -171,9 +172,8 @@ def test_instance_norm_that_updates_statistics_runs_in_pytorch():
     assert module.running_mean.abs().sum() > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [0, 1, None])
-def test_weight_norm(dtype, dim):
+@pytest.mark.parametrize(("dim", "dtype"), covering([0, 1, None], DTYPES), ids=str)
+def test_weight_norm(dim, dtype):
     ours = check_module(weight_norm(nn.Linear(8, 3), dim=dim), *rows(4, 2), dtype=dtype)
     assert "onnxtrain::WeightNorm" in ops_of(ours)
 

@@ -19,7 +19,7 @@ from onnxtrain.ops.recurrent import layer_kernels
 from onnxtrain.ops.recurrent.cells import CELLS, Cell
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.processor import skip_without_narrow_lstms
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every, slow_except
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 LENGTHS = ((4, 3), (1, 3), (7, 1))  # steps and samples
@@ -85,8 +85,7 @@ FORMS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("form", slow_but_every(2, FORMS))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "form"), covering(KINDS, slow_but_every(2, FORMS)))
 def test_all_lengths_on_one_capture(kind: str, form: str) -> None:
     torch.manual_seed(0)
     options, hx = FORMS[form]
@@ -107,7 +106,7 @@ def test_autocast(kind: str) -> None:
     compare(Recurrent(kind, num_layers=2, bidirectional=True, batch_first=True), autocast=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "gru"))
 def test_eval_mode_and_no_gradient(kind: str) -> None:
     torch.manual_seed(0)
     module = Recurrent(kind, num_layers=2, dropout=0.5).eval()
@@ -118,15 +117,14 @@ def test_eval_mode_and_no_gradient(kind: str) -> None:
             assert_no_worse_than_eager("no gradient", got, expected, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "lstm"))
 def test_dropout_between_layers_samples_as_eager(kind: str) -> None:
     torch.manual_seed(0)
     compare(Recurrent(kind, num_layers=3, dropout=0.4, batch_first=True, bidirectional=True), rng="torch")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("frozen", ["weight", ""])
-def test_frozen_weights(kind: str, frozen: str) -> None:
+@pytest.mark.parametrize(("frozen", "kind"), covering(["weight", ""], KINDS))
+def test_frozen_weights(frozen: str, kind: str) -> None:
     torch.manual_seed(0)
     module = Recurrent(kind, num_layers=2)
     for name, parameter in module.layer.named_parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,14 +24,14 @@ ATTRIBUTES = {
 
 def private_names(source: str) -> Iterator[str]:
     """The private names of PyTorch in a Python source: imports, attributes of its modules, and `ATTRIBUTES`."""
-    tree = ast.parse(source)
-    names = dict(_names_of_torch(tree))
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(ast.parse(source))]
+    names = dict(_names_of_torch(nodes))
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if _is_private(alias.name))
         elif isinstance(node, ast.ImportFrom):
             yield from (n for n in (f"{node.module}.{alias.name}" for alias in node.names) if _is_private(n))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _last_name(node.func).endswith("import_module"):
             yield from (a.value for a in node.args if isinstance(a, ast.Constant) and _is_private(str(a.value)))
         elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             name = _dotted(node, names)
@@ -39,20 +39,24 @@ def private_names(source: str) -> Iterator[str]:
                 yield name or f"….{node.attr}"
 
 
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def _is_private(name: str) -> bool:
     first, *parts = name.split(".")
     return first in ("torch", "functorch") and any(p.startswith("_") and not p.startswith("__") for p in parts)
 
 
-def _names_of_torch(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def _names_of_torch(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
     """Local names with the dotted names that they stand for."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names if alias.asname)
             yield from ((alias.name.split(".")[0],) * 2 for alias in node.names if not alias.asname)
         elif isinstance(node, ast.ImportFrom):
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = _dotted(node.value, {"torch": "torch"})
             if name:

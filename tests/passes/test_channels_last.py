@@ -16,7 +16,7 @@ from onnxtrain.ops.norm.batch_norm import batch_norm, batch_norm_backward
 from onnxtrain.system.machine import current_machine
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.reference import assert_each_no_worse, assert_matches
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every
 from tests.zoo.checks import compare_named
 
 LAST = torch.channels_last
@@ -82,7 +82,7 @@ def compare(make: Callable[[], nn.Module], x: torch.Tensor) -> str:
     return source
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 16, 16), (1, 3, 9, 11), (3, 3, 13, 8)], ids=str)
+@pytest.mark.parametrize("shape", slow_but_every(2, [(2, 3, 16, 16), (1, 3, 9, 11), (3, 3, 13, 8)]), ids=str)
 def test_results_and_strides_match_eager(shape: tuple[int, ...]) -> None:
     source = compare(Residual, torch.randn(shape))
     assert CONVERSION in source
@@ -262,29 +262,16 @@ def test_a_step_runs_the_compiled_batch_norm_where_it_may(native: bool, calls: l
     assert calls == (["forward", "backward"] if native else [])
 
 
-@pytest.mark.parametrize(
-    "shape",
-    slow_but_every(
-        3,
-        [
-            (4, 8, 40, 40),
-            (1, 4, 67, 67),
-            (2, 3, 16, 8),
-            (3, 5, 3, 7),
-            (1, 2, 1, 3),
-            (2, 1, 4, 4),
-            (4, 16, 40, 40),
-            (3, 37, 13, 11),
-            (1, 64, 1, 3),
-            (8, 19, 64, 64),
-        ],
-    ),
-    ids=str,
+NORMALIZED = (
+    *((4, 8, 40, 40), (1, 4, 67, 67), (2, 3, 16, 8), (3, 5, 3, 7), (1, 2, 1, 3), (2, 1, 4, 4), (4, 16, 40, 40)),
+    *((3, 37, 13, 11), (1, 64, 1, 3), (8, 19, 64, 64)),
 )
+
+
+@pytest.mark.parametrize(("shape", "compiled"), covering(slow_but_every(3, NORMALIZED), [False, True]), ids=str)
 @pytest.mark.parametrize(
     ("training", "behind"), [(True, ""), (True, "relu"), (True, "residual"), (True, "two readers"), (False, "")]
 )
-@pytest.mark.parametrize("compiled", [False, True])
 def test_batch_norms_are_as_exact_as_for_contiguous_images(
     shape: tuple[int, ...], training: bool, behind: str, compiled: bool, calls: list[str]
 ) -> None:

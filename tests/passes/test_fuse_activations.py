@@ -15,7 +15,7 @@ from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.reference import assert_matches
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every
 
 Tensor = torch.Tensor
 Norm = Callable[[Tensor], Tensor]
@@ -110,6 +110,7 @@ FORMS = [
     (capped, 0, 1),
     (broadcast, 0, 0),
 ]
+LIKE_OTHERS = (residual_first, result_read_twice, two_norms, sum_behind)
 
 
 def results(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -150,7 +151,11 @@ def norms(ours: nn.Module) -> list[Any]:
     return [n for n in engine_of(ours).newest().parts.forward.nodes if n.op_type == "BatchNormInternal"]
 
 
-@pytest.mark.parametrize(("form", "activated", "added"), FORMS, ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(
+    ("form", "activated", "added"),
+    [pytest.param(*f, marks=[pytest.mark.slow] if f[0] in LIKE_OTHERS else []) for f in FORMS],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
 @pytest.mark.parametrize("dtype", slow_but_every(2, [torch.float32, torch.float64]))
 def test_activations_after_a_norm_become_part_of_it(form: Form, activated: int, added: int, dtype: torch.dtype) -> None:
     norm_nodes = norms(check(form, dtype))
@@ -158,9 +163,8 @@ def test_activations_after_a_norm_become_part_of_it(form: Form, activated: int, 
     assert sum(len(n.inputs) == 6 and n.inputs[5] is not None for n in norm_nodes) == added
 
 
-@pytest.mark.parametrize("form", [alone, of_a_sum, result_read_twice, blocks], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("native", [True, False])
-def test_channels_last(form: Form, native: bool) -> None:
+@pytest.mark.parametrize(("native", "form"), covering([True, False], [alone, of_a_sum, result_read_twice, blocks]))
+def test_channels_last(native: bool, form: Form) -> None:
     assert len(
         norms(check(form, torch.float32, 16, channels_last=True, kernels="native" if native else "pytorch"))
     ) == 1 + (form is blocks)

@@ -18,6 +18,7 @@ from onnxtrain.ops.definition import OPSET
 from tests.op_case import Spec
 from tests.ops.captures import FunctionModule, check_capture
 from tests.reference import assert_matches
+from tests.thinned import covering
 
 X, ROW = Spec("b s 6"), Spec("6")
 ROOT = math.sqrt(2 / math.pi)
@@ -91,8 +92,11 @@ FORMS: tuple[Callable[..., torch.Tensor], ...] = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    covering(FORMS, [torch.float32, torch.float64]),
+    ids=lambda v: v.__name__ if callable(v) else str(v),
+)
 def test_a_form_becomes_one_op(form: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
     ours = check_capture(form, X, X, dtype=dtype)
     assert kinds(ours).count("GatedActivation") == 1

@@ -257,6 +257,7 @@ def test_the_saved_graph_of_llama_shows_its_blocks(tmp_path: Path) -> None:
     assert not op_counts["onnx::Softmax"]
 
 
+@pytest.mark.slow  # its norms are Llama's, its attention is found in tests/passes/test_fuse_attention.py
 def test_the_saved_graph_of_t5_shows_its_blocks(tmp_path: Path) -> None:
     op_counts = _shown("t5", tmp_path)
     assert op_counts["com.microsoft::SimplifiedLayerNormalization"] == 12

@@ -18,6 +18,7 @@ from tests.ops.captures import FunctionModule
 from tests.passes.test_fuse_gated_activations import backward_kinds, kinds
 from tests.passes.test_fuse_sums import SIZES, Form, P, gradients, keyed, results
 from tests.reference import assert_matches
+from tests.thinned import covering
 
 Tensor = torch.Tensor
 
@@ -74,9 +75,11 @@ def check(form: Form, dtype: torch.dtype, **options: Any) -> nn.Module:
     return ours
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", ONE_OP, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("form", "dtype", "native"),
+    covering(ONE_OP, [torch.float32, torch.float64, torch.bfloat16], [True, False]),
+    ids=lambda v: v.__name__ if callable(v) else str(v),
+)
 def test_they_are_one_op(form: Form, dtype: torch.dtype, native: bool) -> None:
     ours = check(form, dtype, kernels="native" if native else "pytorch")
     count = 1 + (form is twice)

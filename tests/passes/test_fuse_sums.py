@@ -35,6 +35,7 @@ from tests.passes.test_pack_tokens import FORMS
 from tests.passes.test_pack_transformer_layers import Sentences
 from tests.passes.test_pack_without_mask import batch_of
 from tests.reference import assert_matches
+from tests.thinned import covering
 
 Tensor = torch.Tensor
 Form = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
@@ -328,6 +329,7 @@ def test_a_value_that_is_read_elsewhere_is_not_overwritten() -> None:
     assert_matches(results, expected, module.inner, x)
 
 
+@pytest.mark.slow  # test_the_pass_changes_no_draw compares the same with padding
 def test_rows_without_padding_add_it_too(tmp_path: Path) -> None:
     """Padding goes before keys come: masks are those of the rows that are left, with the pass and without."""
     words, labels = batch_of(FORMS["right"])
@@ -373,8 +375,13 @@ class RmsNorms(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("least", [1, 2**60], ids=("compiled", "operators"))
+@pytest.mark.parametrize(
+    ("least", "dtype"),
+    covering(
+        [pytest.param(1, id="compiled"), pytest.param(2**60, id="operators")],
+        [torch.float32, torch.float64, torch.bfloat16],
+    ),
+)
 def test_the_gradient_of_a_norm_adds_that_of_the_residual(
     least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

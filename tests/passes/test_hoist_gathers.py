@@ -21,6 +21,7 @@ from onnxtrain.plan.cut import single_part
 from tests.passes.less_work import CLASSES, WIDTH, applied_by, check_equals_eager, forward_graph, refusals, shapes, wrap
 from tests.passes.test_rewrites import closed, graph_of
 from tests.reference import assert_matches
+from tests.thinned import slow_except
 from tests.zoo.entry import Call, Draw, ragged_mask
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
@@ -81,7 +82,7 @@ def test_the_layer_runs_on_one_row(name: str, tmp_path: Path) -> None:
     assert applied_by(model, "hoist_gathers")
 
 
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@pytest.mark.parametrize("family", slow_except(["Bert", "Roberta"], "Roberta"))
 def test_a_classifier_computes_its_last_layer_for_one_token(family: str, tmp_path: Path) -> None:
     """Keys and values of all tokens; queries, feed-forward and norms of the first."""
     model = wrap(_bert(getattr(transformers, f"{family}ForSequenceClassification")), tmp_path)
@@ -173,6 +174,7 @@ def _sentences(draw: Draw, batch: int, length: int) -> Call:
     return Call(kwargs={"input_ids": words, "attention_mask": mask, "labels": draw.ints(2, batch)})
 
 
+@pytest.mark.slow  # the pick alone: test_the_last_token_of_each_sequence_is_picked_first
 def test_a_decoders_classifier_equals_eager(tmp_path: Path) -> None:
     """The last layer's feed-forward for one token of each sequence: the last that is not padding."""
 

@@ -76,9 +76,8 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, bool]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.slow  # of Llama: test_any_padding_and_labels_of_a_decoder_equal_eager
+@pytest.mark.parametrize("name", MODELS)
 def test_equals_eager(name: str, decisions: list[bool]) -> None:
     make, packs = MODELS[name]
     torch.manual_seed(0)

@@ -28,6 +28,7 @@ from tests.passes.test_pack_tokens import (
     decisions,
 )
 from tests.reference import assert_matches
+from tests.thinned import slow_except
 
 __all__ = ["decisions"]  # a fixture
 
@@ -90,7 +91,13 @@ def is_packed(wrapped: nn.Module, module: nn.Module, *batch: torch.Tensor) -> bo
 
 
 @pytest.mark.parametrize(
-    ("form", "packs"), [("rows", True), ("classes second", True), ("weighted", True), ("each token", False)]
+    ("form", "packs"),
+    [
+        ("rows", True),
+        pytest.param("classes second", True, marks=pytest.mark.slow),
+        pytest.param("weighted", True, marks=pytest.mark.slow),
+        ("each token", False),
+    ],
 )
 def test_scores_beside_their_loss_are_zero_in_padding_from_the_second_step_on(form: str, packs: bool) -> None:
     torch.manual_seed(0)
@@ -253,7 +260,7 @@ def step(
     return [output.loss.detach(), *gradients(module), logits[mask == 1]], logits[mask == 0]
 
 
-@pytest.mark.parametrize("make", [bert, causal])
+@pytest.mark.parametrize("make", slow_except([bert, causal], causal))
 def test_models_need_no_option(make: Any) -> None:
     torch.manual_seed(0)
     module, vocabulary = make()

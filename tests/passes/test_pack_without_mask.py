@@ -17,6 +17,7 @@ from onnxtrain import ORTModule
 from onnxtrain.execute.packing import PackingCheck
 from tests.passes.less_work import WIDTH, WORDS, applied_by, refusals, wrap
 from tests.passes.test_pack_tokens import FORMS, IGNORED, check
+from tests.thinned import covering
 
 PADDING = 0
 
@@ -136,27 +137,28 @@ def expected(module: Tokens, words: torch.Tensor, labels: torch.Tensor) -> int:
 # Equal to eager
 
 
-@pytest.mark.parametrize(
-    ("mixes", "head"),
-    [
-        ("nothing", "mean"),
-        pytest.param("nothing", "largest", marks=pytest.mark.slow),
-        ("nothing", "picked"),
-        pytest.param("earlier", "mean", marks=pytest.mark.slow),
-        ("nothing", "a loss for each"),
-        ("earlier", "labels"),
-        ("earlier", "last"),
-    ],
-)
-def test_only_tokens_that_are_read_are_computed(mixes: str, head: str, kept: list[int | None]) -> None:
-    for dtype in (torch.float32, torch.float64):
-        torch.manual_seed(0)
-        module = Tokens(mixes, head).to(dtype)
-        wrapped = ORTModule(module, skip_padding="always", rng="torch")
-        for seed, form in enumerate(FORMS.values()):
-            batch = batch_of(form, seed)
-            check(wrapped, module, *batch)
-            assert kept.pop() == (expected(module, *batch) or None), form
+READ = [
+    pytest.param("nothing", "mean"),
+    pytest.param("nothing", "largest", marks=pytest.mark.slow),
+    pytest.param("nothing", "picked"),
+    pytest.param("earlier", "mean", marks=pytest.mark.slow),
+    pytest.param("nothing", "a loss for each"),
+    pytest.param("earlier", "labels"),
+    pytest.param("earlier", "last"),
+]
+
+
+@pytest.mark.parametrize(("mixes", "head", "dtype"), covering(READ, [torch.float32, torch.float64]), ids=str)
+def test_only_tokens_that_are_read_are_computed(
+    mixes: str, head: str, dtype: torch.dtype, kept: list[int | None]
+) -> None:
+    torch.manual_seed(0)
+    module = Tokens(mixes, head).to(dtype)
+    wrapped = ORTModule(module, skip_padding="always", rng="torch")
+    for seed, form in enumerate(FORMS.values()):
+        batch = batch_of(form, seed)
+        check(wrapped, module, *batch)
+        assert kept.pop() == (expected(module, *batch) or None), form
     assert not kept
 
 
@@ -230,11 +232,11 @@ def test_a_batch_without_padding_runs_as_it_is(kept: list[int | None]) -> None:
     ("mixes", "head", "reason"),
     [
         ("nothing", "mean of all", "padding is used: ReduceMean"),
-        ("nothing", "mean, and all", "needs all rows"),
+        pytest.param("nothing", "mean, and all", "needs all rows", marks=pytest.mark.slow),
         ("nothing", "output", "keep_outputs"),
         ("all by attention", "mean", "it uses padding: it has no mask and is not causal"),
         ("all by LSTM", "mean", "LSTM"),
-        ("neighbours", "mean", "Conv needs all rows at once"),
+        pytest.param("neighbours", "mean", "Conv needs all rows at once", marks=pytest.mark.slow),
         ("weights of steps", "mean", "Softmax needs all rows at once"),
         pytest.param("all by GRU", "mean", "GRU", marks=pytest.mark.slow),
         pytest.param("running sum", "mean", "CumSum needs all rows at once", marks=pytest.mark.slow),

@@ -21,6 +21,7 @@ from onnxtrain.passes.cancel_transposes import cancel_transposes
 from onnxtrain.passes.changes import Changes
 from onnxtrain.testing import assert_no_worse_than_eager
 from tests.passes.less_work import WIDTH, applied_by, check_equals_eager, forward_graph, refusals, wrap
+from tests.thinned import slow_but_every
 from tests.zoo.entry import Call, Draw
 
 
@@ -57,7 +58,9 @@ def kinds(folder: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bias": True}, {"groups": 1, "bias": True}, {"groups": 3}, {"groups": 3, "bias": True}], ids=str
+    "options",
+    slow_but_every(2, [{}, {"bias": True}, {"groups": 1, "bias": True}, {"groups": 3}, {"groups": 3, "bias": True}]),
+    ids=str,
 )
 def test_convolutions_of_rows_are_products(options: dict[str, Any], tmp_path: Path) -> None:
     check_equals_eager(lambda: Adapted(**options), rows)

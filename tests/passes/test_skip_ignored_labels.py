@@ -95,7 +95,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-FEW = ("mean", "smoothing with weights", "another index", "classes second, smoothing", "shifted", "shifted by hand")
+FEW = ("smoothing with weights", "another index", "classes second, smoothing", "shifted by hand")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Features(torch.nn.Module):
         return {"loss": features.flatten(1).softmax(1).square().sum() + 0 * labels.sum(), "features": features}
 
 
-@pytest.mark.parametrize("name", slow_except(["minilm", "gpt2", "t5", "cnn"], "gpt2", "cnn"))
+@pytest.mark.parametrize("name", slow_except(["minilm", "gpt2", "t5", "cnn"], "cnn"))
 def test_the_peak_is_predicted(name: str) -> None:
     assert_predicted(*model_and_batches(name))
 

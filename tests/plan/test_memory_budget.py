@@ -247,7 +247,7 @@ def test_some_gradients_only_and_several_results() -> None:
     assert_same(*by_budget)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", slow_except([False, True], False))
 def test_checkpointed_regions_are_recomputed(reentrant: bool) -> None:
     """Without a budget. What is left above eager's peak are masks, which are not sampled again."""
     _, plain = stack_with()
@@ -364,7 +364,7 @@ def assert_zoo_equal(entry: ZooModel, share: float) -> None:
                 assert torch.equal(value.nan_to_num(), other.nan_to_num()), f"{entry} output{path}"
 
 
-@pytest.mark.parametrize("name", slow_except(["mlp", "distilbert", "lstm", "transformer-encoder"], "mlp", "lstm"))
+@pytest.mark.parametrize("name", slow_except(["mlp", "distilbert", "lstm", "transformer-encoder"], "mlp"))
 def test_a_model_of_the_zoo(name: str) -> None:
     assert_zoo_equal(next(m for m in ZOO if m.name == name), 0.7)
 
@@ -376,6 +376,7 @@ def test_the_zoo(entry: ZooModel, share: float) -> None:
     assert_zoo_equal(entry, share)
 
 
+@pytest.mark.slow  # the model of test_twice_the_batch_fits_in_eagers_memory_for_one
 def test_models_of_several_layers() -> None:
     """A transformer, with dropout in its attention, at half its peak."""
     module, make = model_and_batches("minilm")

@@ -143,7 +143,7 @@ class Wide(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make", [Chain, Wide, Network])
+@pytest.mark.parametrize("make", slow_except([Chain, Wide, Network], Chain, Network))
 @pytest.mark.parametrize("level", slow_except(["layers", "all"], "layers"))
 def test_a_level_never_raises_the_peak_over_the_defaults(make: type[nn.Module], level: str) -> None:
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from tests.zoo.entry import ZooModel
 from tests.zoo.models import ZOO
 
 TRANSFORMERS = {*(m.name for m in huggingface.MODELS), "transformer-encoder"}
-FAST = {"mlp", "roberta"}
+FAST = {"mlp", "lstm"}
 LARGE = {"resnet": (16, 24)}  # where neither of the two below fits
 
 

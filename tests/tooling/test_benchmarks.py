@@ -322,9 +322,17 @@ def test_published_sizes() -> None:
     assert {name: round(sum(p.numel() for p in m.parameters()) / 1e6) for name, m in models.items()} == millions
 
 
+FEW_MODELS = ("bert-base", "gpt2-124m")
+
+
 @pytest.mark.parametrize(
     "workload",
-    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.narrow else []) for each in REAL_REHEARSAL],
+    [
+        pytest.param(
+            each, id=each.name, marks=[] if each.name.startswith(FEW_MODELS) and not each.narrow else [pytest.mark.slow]
+        )
+        for each in REAL_REHEARSAL
+    ],
 )
 def test_real_sizes_train_in_a_rehearsal(workload: Workload) -> None:
     if missing := workload.missing():

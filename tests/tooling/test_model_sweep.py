@@ -169,7 +169,7 @@ def test_nested_tensors_of_a_call_are_converted() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "GRU, bidirectional, two layers, dropout, batch first",
+        pytest.param("GRU, bidirectional, two layers, dropout, batch first", marks=pytest.mark.slow),  # as the last
         "LSTM, projected, bidirectional, two layers",
         "MultiheadAttention, causal",
         "RNN, bidirectional, two layers, dropout, batch first",

@@ -15,6 +15,7 @@ from onnxtrain.capture.key.fast_path import Missed
 from onnxtrain.errors import QuantizationError
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.thinned import covering
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 
@@ -77,8 +78,10 @@ def same_step(ours: torch.nn.Module, eager: Adapted, x: torch.Tensor) -> None:
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("wide", [96, 64], ids=["96x64", "square"])
-@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize(
+    ("quant_type", "nested"),
+    covering(["nf4", "fp4"], [pytest.param(False, id="plain"), pytest.param(True, id="nested")]),
+)
 def test_layer(quant_type: str, nested: bool, wide: int) -> None:
     module = adapted(nested=nested, quant_type=quant_type, wide=wide, bias=True)
     ours, eager = strict(module), copy.deepcopy(module)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from onnxtrain import FallbackPolicy, ORTModule
 from onnxtrain.errors import CaptureError
 from tests.reference import assert_each_no_worse, assert_matches
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every, slow_except
 from tests.zoo.checks import Comparison, compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
 from tests.zoo.huggingface import MODELS as TRANSFORMERS
@@ -63,9 +63,8 @@ class ChangesGlobal(nn.Module):
         return y + TABLE.sum()
 
 
-@pytest.mark.parametrize("decides", [False, True])
-@pytest.mark.parametrize("pieces", [False, True])
-def test_a_global_tensor_is_changed_once_a_call(decides: bool, pieces: bool) -> None:
+@pytest.mark.parametrize(("pieces", "decides"), covering([False, True], [False, True]))
+def test_a_global_tensor_is_changed_once_a_call(pieces: bool, decides: bool) -> None:
     TABLE.zero_()
     module = ORTModule(ChangesGlobal(decides=decides), pieces=pieces)
     for call in (1.0, 2.0, 3.0):
@@ -253,7 +252,7 @@ def test_checkpointing_switched_on_and_off_in_mid_training(reentrant: bool) -> N
             compare.train(*SIZES)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", slow_except([False, True], False))
 def test_a_transformers_checkpointing_switched_on_in_mid_training(reentrant: bool) -> None:
     bert = next(m for m in TRANSFORMERS if m.name == "bert-classifier")
     # Three captures: after disabling, transformers leaves its function and hook in place, so the module differs.
@@ -568,7 +567,9 @@ def test_running_statistics_follow_train_mode_under_no_grad() -> None:
         compare.forward(5, 0)
 
 
-@pytest.mark.parametrize("options", [{"track_running_stats": False}, {"affine": False}, {"momentum": 0.5, "eps": 0.1}])
+@pytest.mark.parametrize(
+    "options", slow_but_every(2, [{"track_running_stats": False}, {"affine": False}, {"momentum": 0.5, "eps": 0.1}])
+)
 def test_other_kinds_of_batch_norm(options: dict[str, Any]) -> None:
     with compared(model(lambda: Normalized(**options)), captures=2) as compare:
         compare.train(*SIZES)

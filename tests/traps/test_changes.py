@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference import assert_each_no_worse
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every, slow_except
 from tests.traps.test_capture import TwoLayers
 from tests.zoo.checks import Comparison, compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square, wide
@@ -217,7 +217,7 @@ def image(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(2.0 * x.shape[0] * 4 * 4).view(x.shape[0], 2, 4, 4).to(x.dtype)
 
 
-@pytest.mark.parametrize("name", slow_but_every(2, CALLS))
+@pytest.mark.parametrize("name", slow_but_every(3, CALLS))
 def test_another_kind_of_call(name: str) -> None:
     function, calls = CALLS[name]
     now = SimpleNamespace(arguments=calls[0])
@@ -410,7 +410,7 @@ EDITS: dict[str, Edits] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but_every(2, EDITS))
+@pytest.mark.parametrize("name", slow_but_every(4, EDITS))
 def test_a_change_of_the_module(name: str) -> None:
     compare = Comparison(ZooModel(name, Block, features, mean_square))
     compare.train(*SIZES)
@@ -454,9 +454,8 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("submodule", ["first", "layers.1"])
-def test_a_hook_that_is_added_and_removed(name: str, submodule: str) -> None:
+@pytest.mark.parametrize(("submodule", "name"), covering(["first", "layers.1"], HOOKS))
+def test_a_hook_that_is_added_and_removed(submodule: str, name: str) -> None:
     with compared(ZooModel(name, Block, features, mean_square, falls_back="hook")) as compare:
         compare.train(*SIZES)
         handles = [HOOKS[name](side.run.get_submodule(submodule)) for side in compare.sides()]
@@ -483,7 +482,7 @@ GLOBAL_HOOKS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", GLOBAL_HOOKS)
+@pytest.mark.parametrize("name", slow_except(GLOBAL_HOOKS, "forward", "backward"))
 def test_a_global_hook_that_is_added_and_removed(name: str) -> None:
     compare = Comparison(ZooModel(name, Block, features, mean_square))
     compare.train(*SIZES)
@@ -610,10 +609,12 @@ CONTEXTS: dict[str, tuple[Callable[..., Any], list[Context]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but_every(2, CONTEXTS))
-@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+@pytest.mark.parametrize(
+    ("first", "name"),
+    covering([pytest.param(False, id="later"), pytest.param(True, id="first")], slow_but_every(2, CONTEXTS)),
+)
 @pytest.mark.filterwarnings("ignore:.*runs in PyTorch:UserWarning")
-def test_another_state_of_pytorch(name: str, first: bool) -> None:
+def test_another_state_of_pytorch(first: bool, name: str) -> None:
     """The state is set at the first step and unset later, or set later."""
     function, contexts = CONTEXTS[name]
     compare = Comparison(ZooModel(name, lambda: Function(function), features, loss))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every
 from tests.zoo.checks import compared
 from tests.zoo.entry import Call, Draw, ZooModel, mean_square
 
@@ -74,9 +74,8 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("name", slow_but_every(2, SERVED_BY_ONE))
-@pytest.mark.parametrize("first", PLACES)
-def test_one_capture_serves_all_sizes(name: str, first: int) -> None:
+@pytest.mark.parametrize(("first", "name"), covering(PLACES, slow_but_every(2, SERVED_BY_ONE)))
+def test_one_capture_serves_all_sizes(first: int, name: str) -> None:
     """In any order of sizes: a size of 1 does not mean broadcasting, and equal sizes are not one symbol."""
     with compared(model(SERVED_BY_ONE[name]), captures=1) as compare:
         for sizes in SIZES[first:] + SIZES[:first]:
@@ -101,9 +100,8 @@ GUARDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but_every(2, GUARDED))
-@pytest.mark.parametrize("first", PLACES)
-def test_sizes_that_decide_the_graph_lead_to_another_capture(name: str, first: int) -> None:
+@pytest.mark.parametrize(("first", "name"), covering(PLACES, slow_but_every(2, GUARDED)))
+def test_sizes_that_decide_the_graph_lead_to_another_capture(first: int, name: str) -> None:
     with compared(model(GUARDED[name]), captures=None) as compare:
         for sizes in SIZES[first:] + SIZES[:first]:
             compare.train(*sizes)
@@ -112,28 +110,31 @@ def test_sizes_that_decide_the_graph_lead_to_another_capture(name: str, first: i
 # Two inputs that broadcast against each other
 
 SHAPES = ((3, 4), (1, 4), (3, 1), (1, 1))
+FIRST = [pytest.param(i, id="first-{}-{}".format(*shape)) for i, shape in enumerate(SHAPES)]
+OF_TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "add": torch.add,
+    "multiply": torch.mul,
+    "maximum": torch.maximum,
+    "where": lambda x, y: torch.where(y > 0, x, y),
+    "matmul": lambda x, y: (x @ y.mT).sum(-1),
+}
 
 
-@pytest.mark.parametrize(
-    "function",
-    slow_but_every(
-        2, [torch.add, torch.mul, torch.maximum, lambda x, y: torch.where(y > 0, x, y), lambda x, y: (x @ y.mT).sum(-1)]
-    ),
-    ids=["add", "multiply", "maximum", "where", "matmul"],
-)
-@pytest.mark.parametrize("first", range(len(SHAPES)), ids=lambda i: "first-{}-{}".format(*SHAPES[i]))
-def test_an_input_that_broadcasts_at_some_sizes_only(function: Callable[..., torch.Tensor], first: int) -> None:
+@pytest.mark.parametrize(("first", "name"), covering(FIRST, slow_but_every(2, OF_TWO)))
+def test_an_input_that_broadcasts_at_some_sizes_only(first: int, name: str) -> None:
     """The second input has size 1 or the first's size: its gradient is summed only if it broadcasts."""
 
     def call(draw: Draw, batch: int, length: int) -> Call:
         return Call((draw.floats(3, 4, WIDTH, grad=True), draw.floats(batch, length, WIDTH, grad=True)))
 
-    with compared(model(function, call), captures=None) as compare:
+    with compared(model(OF_TWO[name], call), captures=None) as compare:
         for shape in SHAPES[first:] + SHAPES[:first]:
             compare.train(*shape)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations([(1, 1), (1, 4), (3, 1), (3, 4)], 2)), ids=str)
+@pytest.mark.parametrize(
+    "order", slow_but_every(2, itertools.permutations([(1, 1), (1, 4), (3, 1), (3, 4)], 2)), ids=str
+)
 def test_two_inputs_that_broadcast_each_other(order: tuple[tuple[int, int], ...]) -> None:
     def call(draw: Draw, batch: int, length: int) -> Call:
         return Call((draw.floats(batch, 1, WIDTH, grad=True), draw.floats(length, WIDTH, grad=True)))
@@ -230,9 +231,14 @@ COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-@pytest.mark.parametrize("sizes", [((2, 3), (5, 3), (3, 4)), ((5, 3), (2, 3), (3, 4))], ids=["1 first", "1 later"])
-def test_a_computed_size_that_is_1_at_some_sizes(name: str, sizes: tuple[tuple[int, int], ...]) -> None:
+ORDERS = [
+    pytest.param(((2, 3), (5, 3), (3, 4)), id="1 first"),
+    pytest.param(((5, 3), (2, 3), (3, 4)), id="1 later"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "name"), covering(ORDERS, COMPUTED))
+def test_a_computed_size_that_is_1_at_some_sizes(sizes: tuple[tuple[int, int], ...], name: str) -> None:
     with compared(model(COMPUTED[name]), captures=None) as compare:
         for batch, length in sizes:
             compare.train(batch, length)

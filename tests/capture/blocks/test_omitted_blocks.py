@@ -186,6 +186,8 @@ def compare(
     engine, observed = run(make, calls)
     captured = engine.newest().captured
     assert [len(omitted.omitted) for omitted in captured.omitted] == count
+    if not count:
+        return  # the second run would be the same as the first
     all_captured()
     whole, expected = run(make, calls)
     assert whole.newest().captured.omitted == ()
@@ -199,12 +201,13 @@ def test_results_are_those_of_all_blocks(name: str, all_captured: Callable[[], N
     compare(make, vectors(3, 4), count, all_captured)
 
 
+@pytest.mark.slow  # copies under autocast: tests/capture/blocks/test_repeated_blocks.py
 def test_under_autocast(all_captured: Callable[[], None]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         compare(lambda: stack(Block), vectors(3, 4), [7], all_captured)
 
 
-@pytest.mark.parametrize("name", slow_except(LANGUAGE_MODELS, "llama"))
+@pytest.mark.parametrize("name", slow_except(LANGUAGE_MODELS, "gpt2"))
 def test_language_models(name: str, all_captured: Callable[[], None]) -> None:
     make, count = LANGUAGE_MODELS[name]
     compare(make, tokens(3, 4), count, all_captured)

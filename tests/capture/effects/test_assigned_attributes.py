@@ -14,7 +14,7 @@ from torch import nn
 
 from onnxtrain import FallbackPolicy, ORTModule, prepare
 from tests.reference import assert_matches
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every
 from tests.zoo.checks import count_captures
 
 WIDTH = 4
@@ -181,9 +181,8 @@ def assert_same(got: Any, expected: Any) -> None:
         assert got == expected
 
 
-@pytest.mark.parametrize("kind", slow_but_every(2, KINDS), ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("entry_point", ["ORTModule", "blocks", "stored"])
-def test_each_call_leaves_the_values_of_eager(kind: type[nn.Module], entry_point: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("entry_point", "kind"), covering(["ORTModule", "blocks", "stored"], slow_but_every(2, KINDS)))
+def test_each_call_leaves_the_values_of_eager(entry_point: str, kind: type[nn.Module], tmp_path: Path) -> None:
     eager = kind()
     for _ in range(2 if entry_point == "stored" else 1):
         module = copy.deepcopy(eager)

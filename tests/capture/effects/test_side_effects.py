@@ -207,12 +207,20 @@ ONCE = (
     *(CreatesSubmodule, CreatesRegisteredSubmodule, Appends, CreatesParameter, ReplacesParameter, RemovesParameter),
     *(Switches, SwitchesBySubmodule, Scales, Samples, InitializesParameter, InitializesBuffer, BranchesOnElement),
 )
+LIKE_OTHERS = (CreatesRegisteredSubmodule, ReplacesParameter, SwitchesBySubmodule, InitializesBuffer)
 
 
 @pytest.mark.parametrize(
     ("build", "warning"),
     [
-        *((build, "forward changes the module in this call") for build in ONCE),
+        *(
+            pytest.param(
+                build,
+                "forward changes the module in this call",
+                marks=[pytest.mark.slow] if build in LIKE_OTHERS else [],
+            )
+            for build in ONCE
+        ),
         (CreatesBuffer, "forward replaces a buffer"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -16,7 +16,7 @@ from onnxtrain.capture.export.composite_shapes import shape_shortcuts
 from onnxtrain.capture.export.patches import capturing
 from onnxtrain.torch_compat.decompositions import composite_kernel
 from tests.reference import assert_matches
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every
 
 Q, K = torch.randn(2, 3, 4, 6), torch.randn(2, 3, 5, 6)
 W, B = torch.randn(8, 6), torch.randn(8)
@@ -111,8 +111,7 @@ def _record_shortcuts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return used
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("name", slow_but_every(3, CALLS))
+@pytest.mark.parametrize(("name", "requires_grad"), covering(slow_but_every(3, CALLS), [False, True]))
 def test_shapes_match_pytorch(name: str, requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, is_shortcut = CALLS[name]
     tensors = [t.clone().requires_grad_(requires_grad and t.is_floating_point()) for t in tensors]

@@ -13,6 +13,7 @@ from torch import nn
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
+from tests.thinned import slow_but_every
 
 OUTSIDE = torch.tensor([True, False, True])
 
@@ -73,7 +74,7 @@ def check(wrapped: ORTModule, module: Selecting, rows: int) -> None:
     assert_no_worse_than_eager("result", result, eager, copy.deepcopy(module).double()(x.double()))
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", slow_but_every(2, KNOWN))
 def test_known_masks_are_one_graph_for_all_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTMODULE_FALLBACK_POLICY", "FALLBACK_DISABLE")
     module = Selecting(KNOWN[name])

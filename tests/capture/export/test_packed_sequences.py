@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from onnxtrain import ORTModule
 from onnxtrain.frontend.ort_module import engine_of
 from tests.reference import assert_matches
-from tests.thinned import slow_except
+from tests.thinned import slow_but_every, slow_except
 
 WIDTH, HIDDEN = 4, 5
 LENGTHS = ([6, 4, 1], [7, 2, 7, 3])
@@ -64,7 +64,9 @@ def gradients(module: nn.Module, x: Tensor, *arguments: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("error:.*runs in PyTorch:UserWarning")
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", slow_but_every(2, [{}, {"bias": False}, {"num_layers": 2, "bidirectional": True}]), ids=str
+)
 @pytest.mark.parametrize("kind", slow_except([nn.LSTM, nn.GRU, nn.RNN], nn.LSTM))
 def test_a_layer_on_packed_sequences(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
     module = Packed(kind, **options)

@@ -147,8 +147,9 @@ RETRACED: list[Case] = [
 LIKE_OTHERS = (
     *("1d", "3d", "1d in eval mode", "3d in eval mode", "without weights", "another momentum and eps", "partly frozen"),
     *("1d of a matrix", "channels_last", "SyncBatchNorm", "called_by_keywords", "eval_mode_under_no_grad"),
+    *("one image", "float64", "without statistics", "cumulative average, in eval mode"),
 )
-TESTED_UNDER_NO_GRAD = ("2d", "2d in eval mode", "statistics_read_before_and_after", "updated_under_no_grad")
+TESTED_UNDER_NO_GRAD = ("2d", "statistics_read_before_and_after", "updated_under_no_grad")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.capture.functionalize.compared_captures import ComparedCaptures
 from tests.reference import assert_each_no_worse
-from tests.thinned import slow_but_every
+from tests.thinned import slow_except
 
 
 class Layers(nn.Module):
@@ -99,7 +99,11 @@ REWRITTEN = [
 RETRACED = [autocast_switched_off_inside, cast_inside_a_composite]
 
 
-@pytest.mark.parametrize("call", slow_but_every(3, [*REWRITTEN, *RETRACED]), ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "call",
+    slow_except([*REWRITTEN, *RETRACED], feed_forward, several_dtypes, autocast_switched_off_inside),
+    ids=lambda call: call.__name__,
+)
 def test_the_graph_matches_pytorchs_functionalization(
     call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

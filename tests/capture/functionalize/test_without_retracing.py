@@ -11,6 +11,7 @@ from onnxtrain import FallbackPolicy, ORTModule
 from onnxtrain.capture import capture
 from onnxtrain.errors import ORTModuleFallbackException
 from tests.reference import assert_each_no_worse, assert_matches
+from tests.thinned import slow_but_every
 
 
 def shifted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,11 @@ RETRACED = [
 ]
 
 
-@pytest.mark.parametrize("call", [*REWRITTEN, *RETRACED], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "call",
+    [*REWRITTEN, *slow_but_every(2, RETRACED)],
+    ids=lambda call: call.__name__,
+)
 def test_results_match_eager_and_simple_writes_are_not_traced_again(
     call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +265,9 @@ RETRACED_BUFFERS = [
 ]
 
 
-@pytest.mark.parametrize("call", [*REWRITTEN_BUFFERS, *RETRACED_BUFFERS], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "call", [*REWRITTEN_BUFFERS, *slow_but_every(2, RETRACED_BUFFERS)], ids=lambda call: call.__name__
+)
 def test_buffers_are_written_as_in_eager(call: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     retraced = record_retracing(monkeypatch)
     eager, wrapped = Buffers(call), Buffers(call)

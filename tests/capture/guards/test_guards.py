@@ -21,7 +21,7 @@ from onnxtrain.capture.guards.guards import Guards, StoredGuards, compile_guards
 from onnxtrain.capture.guards.size_decisions import SizeDecisions, example_candidates
 from onnxtrain.errors import CaptureError
 from onnxtrain.torch_compat.symbols import functions
-from tests.thinned import slow_but_every, slow_except
+from tests.thinned import slow_except
 
 Forward = Callable[..., Any]
 Shapes = Sequence[tuple[int, ...]]
@@ -178,6 +178,8 @@ CASES: dict[str, tuple[Forward, list[Shapes], int]] = {
 LIKE_OTHERS = (
     *("elementwise from 1", "reshapes", "einsum", "sliced", "broadcast from 1", "branch on 1 from 1", "branch on size"),
     *("branch on product", "text of sizes", "int of a fraction", "root of a size", "size as a number", "scalar"),
+    # As in tests/traps/test_sizes.py:
+    *("squeezed", "branch on 1", "text of a size", "loop over a size", "branch on equality", "number from a size"),
 )
 
 
@@ -199,14 +201,9 @@ def test_layers_that_check_sizes_raise_as_in_eager() -> None:
     assert len(engine.captures) == 1
 
 
+@pytest.mark.slow  # of ops: tests/traps/test_sizes.py; of models: tests/zoo/test_zoo.py
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param([(2, 5), (1, 5), (3, 1), (1, 1)], marks=pytest.mark.slow),  # as the next: weaker than the last
-        pytest.param([(1, 5), (2, 7), (1, 1)], marks=pytest.mark.slow),
-        [(1, 1), (2, 7)],
-    ],
-    ids=str,
+    "sizes", [[(2, 5), (1, 5), (3, 1), (1, 1)], [(1, 5), (2, 7), (1, 1)], [(1, 1), (2, 7)]], ids=str
 )
 def test_bert_is_one_capture(sizes: list[tuple[int, int]]) -> None:
     config = transformers.BertConfig(
@@ -284,7 +281,7 @@ SELECTED: dict[str, Forward] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but_every(2, SELECTED))
+@pytest.mark.parametrize("name", slow_except(SELECTED, "rows", "reshaped"))
 def test_selected_elements_are_one_capture(name: str) -> None:
     engine = Engine(SELECTED[name])
     for shape in [(4, 3), (1, 3), (4, 1), (1, 1), (6, 5)]:
@@ -311,7 +308,9 @@ def test_a_split_by_counts_is_captured() -> None:
             assert equal(engine(x), split_by_sign(x)), (rows, count)
 
 
-@pytest.mark.parametrize("name", CONSTRAINED)
+@pytest.mark.parametrize(
+    "name", slow_except(CONSTRAINED, "two masks select equally many", "not 1", "a check of the model's")
+)
 def test_assumptions_on_data_dependent_sizes_are_refused(name: str) -> None:
     with pytest.raises(CaptureError, match="only for certain numbers of selected elements"):
         export(CONSTRAINED[name], [torch.tensor([[1.0, 1, 1], [1, 1, 1], [1, 1, 1], [-1, -1, -1]])])

@@ -23,7 +23,7 @@ from onnxtrain.frontend.ort_module import engine_of
 from tests.capture.key import surroundings_model as outside
 from tests.capture.key import surroundings_other as other
 from tests.reference import assert_each_no_worse, assert_matches
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every
 
 # Makes a change, and registers how to revert it.
 Change: TypeAlias = Callable[[ExitStack], Any]
@@ -162,8 +162,12 @@ def check(model: torch.nn.Module, ours: Any) -> None:
     assert_each_no_worse("result", results[1], results[0], results[0])
 
 
-@pytest.mark.parametrize(("calls", "training"), [(2, False), (300, True)], ids=["2, eval", "300, train"])
-@pytest.mark.parametrize("name", slow_but_every(3, CHANGES))
+@pytest.mark.parametrize(
+    ("name", "calls", "training"),
+    covering(
+        slow_but_every(3, CHANGES), [pytest.param(2, False, id="2, eval"), pytest.param(300, True, id="300, train")]
+    ),
+)
 @pytest.mark.filterwarnings("error")
 def test_a_change(name: str, calls: int, training: bool) -> None:
     kind, change = CHANGES[name]
@@ -254,8 +258,10 @@ class ReadsWeight(outside.Model):
         return self.first(x).sum(1) * WEIGHT
 
 
-@pytest.mark.parametrize("pieces", [True, False])
-@pytest.mark.parametrize(("kind", "name"), [(ReadsStep, "STEP"), (ReadsWeight, "WEIGHT")])
+@pytest.mark.parametrize(
+    ("kind", "name", "pieces"),
+    covering([pytest.param(ReadsStep, "STEP"), pytest.param(ReadsWeight, "WEIGHT")], [True, False]),
+)
 def test_a_value_that_changes_on_each_call(kind: type[outside.Model], name: str, pieces: bool) -> None:
     model = kind().double()
     ours = ORTModule(model, pieces=pieces)

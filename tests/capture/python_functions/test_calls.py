@@ -32,7 +32,7 @@ from onnxtrain import DebugOptions, FallbackPolicy, ORTModule
 from onnxtrain.errors import ORTModuleFallbackException, PythonOpError
 from onnxtrain.frontend.ort_module import engine_of
 from onnxtrain.testing import assert_no_worse_than_eager
-from tests.thinned import slow_but_every
+from tests.thinned import covering, slow_but_every
 from tests.zoo.checks import Result, Side, count_captures, leaves
 from tests.zoo.entry import Call, Draw, ZooModel, wide
 
@@ -197,7 +197,7 @@ ARGUMENTS: dict[str, Callable[[nn.Module, torch.Tensor], tuple[Any, ...]]] = {
 
 
 @a_dtype
-@pytest.mark.parametrize("kind", slow_but_every(2, ARGUMENTS))
+@pytest.mark.parametrize("kind", slow_but_every(3, ARGUMENTS))
 def test_arguments(kind: str, dtype: torch.dtype) -> None:
     check(lambda m, x: Takes.apply(x, *ARGUMENTS[kind](m, x)), dtype)
 
@@ -326,8 +326,7 @@ class Both(Function):
 
 
 @a_dtype
-@pytest.mark.parametrize("materialize", [True, False])
-@pytest.mark.parametrize("used", [(0,), (1,), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(("used", "materialize"), covering([(0,), (1,), (0, 2), (0, 1, 2)], [True, False]), ids=str)
 def test_materialized_gradients(
     used: tuple[int, ...], materialize: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,7 +605,7 @@ def doubled_beside_an_equal(m: nn.Module, x: torch.Tensor) -> Any:
     return Doubles.apply(hidden) * m.weight, other + 1
 
 
-@every_dtype
+@a_dtype
 @pytest.mark.parametrize(
     "use",
     slow_but_every(
@@ -789,7 +788,7 @@ class Counting(Function):
         return gradients[0][1 : 1 + ctx.rows] * ctx.rows
 
 
-@every_dtype
+@a_dtype
 def test_sizes_are_not_fixed_by_their_use_in_a_function(dtype: torch.dtype) -> None:
     check(lambda m, x: Counting.apply(x) * m.weight, dtype, sizes=(3, 1, 5, 8, 0))
 
@@ -851,7 +850,7 @@ class InNumpy(Function):
         return torch.from_numpy(flat.reshape(ctx.array.shape) * ctx.array * 7 + sums[:, None])
 
 
-@every_dtype
+@a_dtype
 def test_a_forward_that_needs_elements(dtype: torch.dtype) -> None:
     check(lambda m, x: InNumpy.apply(x), dtype)
 
@@ -961,7 +960,7 @@ def test_equal_names_in_different_scopes() -> None:
 # Styles
 
 
-@every_dtype
+@a_dtype
 def test_setup_context_and_once_differentiable(dtype: torch.dtype) -> None:
     class Styled(Function):
         @staticmethod
