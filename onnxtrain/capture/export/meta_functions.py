@@ -181,9 +181,12 @@ def _channels_last_strides(x: FakeTensor) -> tuple[Any, ...]:
 
 def _is_dense_channels_last(x: FakeTensor) -> bool:
     """Return whether `x` has the strides of channels-last wherever a size is not 1."""
-    if x.dim() not in (4, 5):
-        return False
-    axes = zip(x.shape, x.stride(), _channels_last_strides(x), strict=True)
+    return x.dim() in (4, 5) and _has_strides(x, _channels_last_strides(x))
+
+
+def _has_strides(x: FakeTensor, strides: Sequence[Any]) -> bool:
+    """Return whether `x` has these strides wherever a size is not 1."""
+    axes = zip(x.shape, x.stride(), strides, strict=True)
     return all(is_one(size) or is_same(actual, expected) for size, actual, expected in axes)
 
 
@@ -205,7 +208,9 @@ def _batch_norm_of(operator: Any, meta_function: MetaFunction = lambda *argument
 
     def infer(fakes: Fakes, x: Any, *rest: Any) -> Any:
         like_result = _in_suggested_format(fakes, x)
-        if like_result is None or _is_dense_channels_last(x):  # PyTorch's is right there
+        if like_result is not None and _has_strides(x, contiguous_strides(x.shape)):
+            like_result = fakes.like(x)  # images of one pixel, or channel, have both formats: the kernel sees this one
+        elif like_result is None or _is_dense_channels_last(x):  # PyTorch's is right there
             return meta_function(fakes, x, *rest)
         with fakes.mode:
             return operator(like_result, *rest)

@@ -255,6 +255,23 @@ def test_results_match_pytorch(operator: Any, symbolic_sizes: bool) -> None:
         assert actual[2] <= expected[2], call  # PyTorch's own functions add some guards that are not needed
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("size", [(3, 8, 1, 1), (3, 1, 2, 2), (3, 8, 1, 2), (3, 8, 2, 2), (1, 8, 2, 2)])
+def test_a_batch_norm_has_the_strides_of_the_kernel(size: tuple[int, ...], training: bool) -> None:
+    """Images of one pixel, or of one channel, are contiguous in both formats; PyTorch's meta function keeps strides."""
+    batch, channels, height, width = size
+    images = torch.randn(batch, height, width, channels).permute(0, 3, 1, 2)
+    images = images.as_strided(size, (height * width * channels, 1, width * channels, channels))
+    vectors = [torch.ones(channels) for _ in range(4)]
+    expected = aten._native_batch_norm_legit.default(images, *vectors, training, 0.1, 1e-5)[0]
+    for symbolic_sizes in (False, True):
+        mode = _mode(symbolic_sizes)
+        with fast_meta_functions(), mode:
+            fakes = [_fake(mode, t) for t in (images, *vectors)]
+            y = aten._native_batch_norm_legit.default(*fakes, training, 0.1, 1e-5)[0]
+        assert [int(stride) for stride in y.stride()] == [*expected.stride()]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
 def test_chained_views_match_pytorch(shape: list[int], data: st.DataObject) -> None:
