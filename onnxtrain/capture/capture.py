@@ -54,8 +54,8 @@ from onnxtrain.capture.functionalize.result_strides import restore_result_stride
 from onnxtrain.capture.functionalize.strided_reads import read_in_memory_order
 from onnxtrain.capture.functionalize.views import declare_views
 from onnxtrain.capture.functionalize.without_retracing import make_convertible
+from onnxtrain.capture.guards.assumed_answers import AssumedAnswer
 from onnxtrain.capture.guards.element_decisions import ElementDecisions
-from onnxtrain.capture.guards.finite_checks import AssumedAnswer
 from onnxtrain.capture.guards.guards import AssumptionError, Guards, compile_guards
 from onnxtrain.capture.guards.size_decisions import Example, SizeDecisions, example_candidates
 from onnxtrain.capture.input_origins import PREFIX, InputOrigins, Source, input_origins
@@ -215,11 +215,11 @@ def capture(
     refuse_if_lacking()
     start = time.perf_counter()
     limits = _Limits(outside_is_input, may_omit)
-    undecided = partial(ElementDecisions, tensors, may_assume=may_assume, may_assume_values=may_assume_values)
+    decisions_with = partial(ElementDecisions, tensors, may_assume=may_assume, may_assume_values=may_assume_values)
     decisions: list[ElementDecisions] = []
 
     def wrap(with_checks: bool, fixes_inputs: bool = False) -> Wrapper:
-        elements = undecided(with_checks=with_checks, fixes_inputs=fixes_inputs)
+        elements = decisions_with(with_checks=with_checks, fixes_inputs=fixes_inputs)
         decisions.append(elements)
         return Wrapper(module, structure, side_effects, call_forward, elements)
 

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onnxtrain.capture.four_bit_weights import is_four_bit, refuse_four_bit
-from onnxtrain.capture.guards.finite_checks import AssumedAnswer
+from onnxtrain.capture.guards.assumed_answers import AssumedAnswer
 from onnxtrain.capture.sharded.layout import is_sharded
 from onnxtrain.capture.sharded.parameters import is_hook_of_style
 from onnxtrain.capture.structure import PLAIN_TENSORS, Structure

@@ -22,8 +22,8 @@ from onnxtrain.capture.effects.assigned_buffers import AssignedBuffers
 from onnxtrain.capture.effects.escaped_tensors import CreatedFakes
 from onnxtrain.capture.effects.layout_changes import Layouts
 from onnxtrain.capture.effects.side_effects import SideEffects
+from onnxtrain.capture.guards.assumed_answers import AssumedAnswer
 from onnxtrain.capture.guards.element_decisions import ElementDecisions, UndecidedError
-from onnxtrain.capture.guards.finite_checks import AssumedAnswer
 from onnxtrain.capture.key.attribute_accesses import Attribute, AttributeAccesses
 from onnxtrain.capture.key.surroundings import Surroundings
 from onnxtrain.capture.refusals import refuse_moved_results

@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 
 from onnxtrain.capture.effects.written_views import WrittenView
-from onnxtrain.capture.guards.finite_checks import AssumedAnswer, check_answers
+from onnxtrain.capture.guards.assumed_answers import AssumedAnswer, check_answers
 from onnxtrain.capture.source_location import hide_own_frames
 from onnxtrain.errors import KernelError
 from onnxtrain.execute.program import Program

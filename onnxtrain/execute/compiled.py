@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from onnxtrain.capture.capture import Captured
-from onnxtrain.capture.guards.finite_checks import WrongAnswerError
+from onnxtrain.capture.guards.assumed_answers import WrongAnswerError
 from onnxtrain.execute.boundary import Unit, random_state, set_random_state
 from onnxtrain.execute.early_gradients import StagedBoundary
 from onnxtrain.execute.regions import program as regions

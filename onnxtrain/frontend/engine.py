@@ -22,7 +22,7 @@ from onnxtrain.capture.capture import Captured, capture
 from onnxtrain.capture.effects.assigned_attributes import results_of
 from onnxtrain.capture.effects.side_effects import AssignmentError, FirstCallError, SideEffectError, SideEffects
 from onnxtrain.capture.export.patches import CAPTURE_LOCK, is_capturing
-from onnxtrain.capture.guards.finite_checks import WrongAnswerError
+from onnxtrain.capture.guards.assumed_answers import WrongAnswerError
 from onnxtrain.capture.guards.size_decisions import Example
 from onnxtrain.capture.kept_outputs import keep_outputs
 from onnxtrain.capture.key.fast_path import FastPath, Missed, compile_fast_path

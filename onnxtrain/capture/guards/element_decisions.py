@@ -31,8 +31,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.fx.node import map_arg
 
 from onnxtrain.capture import source_location
+from onnxtrain.capture.guards.assumed_answers import AssumedAnswer
 from onnxtrain.capture.guards.decision_graph import MAX_DECISIONS, MAX_OPERATORS, decision_graph
-from onnxtrain.capture.guards.finite_checks import AssumedAnswer, answer_if_finite
+from onnxtrain.capture.guards.finite_checks import answer_if_finite
 from onnxtrain.capture.guards.known_values import FixedInput, KnownValues, knowing
 from onnxtrain.capture.guards.repeated_items import RepeatedItems
 from onnxtrain.capture.guards.sample_ranges import certain_answer

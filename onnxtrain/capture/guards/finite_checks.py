@@ -11,8 +11,7 @@ computed from the operators between the check and the branch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,42 +49,6 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     _ATEN.gt.Scalar: operator.gt,
     _ATEN.detach.default: lambda x: x,
 }
-
-
-@dataclass(frozen=True)
-class AssumedAnswer:
-    """What a graph assumes that forward gets where it branches on a tensor's value.
-
-    Attributes:
-        result: the index of the tested tensor among the graph's results.
-        answer: its assumed truth value.
-        where: the source location of the test.
-        is_of_finite: whether it is a test of finite values. Any other has the answer of the captured call, and another
-            answer is likely to last.
-    """
-
-    result: int
-    answer: bool
-    where: str
-    is_of_finite: bool = True
-
-
-class WrongAnswerError(Exception):
-    """A call branches on a tensor's value, and the answer is not the one that its graph assumes."""
-
-    def __init__(self, assumed: AssumedAnswer) -> None:
-        why = "its values are not finite as before"
-        if not assumed.is_of_finite:
-            why = "the answer depends on the module's parameters or buffers, and has changed"
-        super().__init__(f"forward branches otherwise at {assumed.where}: {why}")
-        self.assumed = assumed
-
-
-def check_answers(assumed: Sequence[AssumedAnswer], results: Sequence[Any]) -> None:
-    """Raise WrongAnswerError unless the results of a call are as its graph assumes."""
-    for each in assumed:
-        if bool(results[each.result]) != each.answer:
-            raise WrongAnswerError(each)
 
 
 def answer_if_finite(tensor: torch.Tensor) -> bool | None:
